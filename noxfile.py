@@ -1,0 +1,52 @@
+"""Everything that checks this project, as sessions.
+
+`nox -s lint types tests` is what `.ci/run` runs; `full`, `bench` and `engines` take longer and are run by hand.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2025.5"
+nox.options.sessions = ["lint", "types", "tests"]
+nox.options.error_on_external_run = False
+
+ASYNC_RULES = "ASYNC1,ASYNC2,ASYNC3,ASYNC900"
+
+
+def install(session: nox.Session) -> None:
+    if session.virtualenv.is_sandboxed:
+        session.install("-e", ".[dev,kv-events]")
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """ruff, its formatter, and the async rules."""
+    install(session)
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+    sources = [str(p) for folder in ("llmgw", "sim", "tests") for p in Path(folder).rglob("*.py")]
+    session.run("flake8-async", "--enable", ASYNC_RULES, *sources, silent=True)
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """mypy, strict."""
+    install(session)
+    session.run("mypy")
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """The fast tests: unit, property, conformance, simulation, integration over loopback."""
+    install(session)
+    session.run("pytest", "-q", "-n", "2", "-m", "not full and not engines", *session.posargs)
+
+
+@nox.session
+def full(session: nox.Session) -> None:
+    """The long forms as well."""
+    install(session)
+    session.run("pytest", "-q", "-n", "2", "-m", "not engines", *session.posargs)
