@@ -112,6 +112,15 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
     filter: str = ""  # for no_endpoint: which filter emptied the set
 
 
+class Page(msgspec.Struct, frozen=True, kw_only=True):
+    """An answer that the brain has at hand (models, health): no engine takes part."""
+
+    status: int = 200
+    content_type: str = "application/json"
+    body: bytes = b""
+    headers: tuple[tuple[str, str], ...] = ()
+
+
 class Failure(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Why an attempt ended before the first byte went to the client. The brain decides whether another follows."""
 
@@ -159,8 +168,11 @@ class Outcome(msgspec.Struct, kw_only=True):
 class Brain(Protocol):
     """The deciding end. Every call is synchronous and quick; it never awaits and never raises for a bad request."""
 
-    def admit(self, request: InferenceRequest) -> Lease | Wait | Refusal:
-        """identify → model → reserve → gate → decide. A `Wait` is answered later through `Mover.granted`."""
+    def admit(self, request: InferenceRequest) -> Lease | Wait | Refusal | Page:
+        """identify → model → reserve → gate → decide. A `Wait` is answered later through `Mover.granted`.
+
+        A `Page` for the routes that no engine serves.
+        """
         ...
 
     def withdraw(self, ticket: int, outcome: Outcome) -> None:
@@ -186,6 +198,6 @@ class Brain(Protocol):
 class Mover(Protocol):
     """The moving end, as far as the brain calls it."""
 
-    def granted(self, ticket: int, answer: Lease | Refusal) -> None:
+    def granted(self, ticket: int, answer: Lease | Refusal | Page) -> None:
         """What a `Wait` was waiting for. Unknown tickets (withdrawn meanwhile) are given back by the mover."""
         ...
