@@ -8,61 +8,19 @@ from __future__ import annotations
 
 import errno
 import random
-import re
 import socket
 import time
 from typing import Protocol
 
-import attrs
 import trio
 
-from llmgw.errors import ConfigError, Problem
+from llmgw.units import Address, Tcp, Unix, parse_address
+
+__all__ = ["Address", "RealWorld", "Tcp", "Unix", "World", "connect", "nodelay", "parse_address"]
 
 BACKLOG = (
     4096  # the kernel cuts it to net.core.somaxconn; a burst of connects must not be dropped while a batch is served
 )
-
-
-@attrs.frozen
-class Tcp:
-    """*host* is a name or a literal address without brackets; "" = all interfaces."""
-
-    host: str
-    port: int
-
-    def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-
-
-@attrs.frozen
-class Unix:
-    """A path; a leading NUL means Linux's abstract namespace, written ``@name``."""
-
-    path: str
-
-    def __str__(self) -> str:
-        return "unix:" + self.path.replace("\0", "@", 1)
-
-
-Address = Tcp | Unix
-
-_ADDRESS = re.compile(r"(?:\[(?P<v6>[^\]]*)\]|(?P<host>[^:\[\]]*)):(?P<port>\d{1,5})")
-
-
-def parse_address(text: str) -> Address:
-    """``:8080`` (all interfaces), ``HOST:PORT``, ``[v6]:PORT``, ``unix:/path``, ``unix:@abstract``.
-
-    Raises ConfigError for anything else.
-    """
-    if text.startswith("unix:"):
-        path = text[5:]
-        if path in ("", "@"):
-            raise ConfigError([Problem(f"address {text!r} names no path; write unix:/run/llmgw.sock")])
-        return Unix("\0" + path[1:] if path.startswith("@") else path)
-    found = _ADDRESS.fullmatch(text)
-    if found is None or int(found["port"]) > 65535:
-        raise ConfigError([Problem(f"address {text!r} is none of :PORT, HOST:PORT, [IPV6]:PORT, unix:/path")])
-    return Tcp(found["v6"] if found["v6"] is not None else found["host"], int(found["port"]))
 
 
 class World(Protocol):
