@@ -100,7 +100,11 @@ class House:
         stream: trio.abc.Stream = trio.SocketStream(trio.socket.from_stdlib_socket(await self.world.dial(self.address)))
         if context is not None:
             secure = trio.SSLStream(stream, context, server_hostname="127.0.0.1", https_compatible=True)
-            await secure.do_handshake()
+            try:
+                await secure.do_handshake()
+            except BaseException:
+                await trio.aclose_forcefully(stream)
+                raise
             stream = secure
         return stream
 
