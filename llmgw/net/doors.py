@@ -106,7 +106,7 @@ class Door:
     def connections(self) -> int:
         return len(self._connections)
 
-    async def run(
+    async def run(  # noqa: ASYNC114 (asks that every name of a starter is listed in a command line)
         self, sockets: list[socket.socket], *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
     ) -> None:
         """Serve the listening *sockets*, which the door owns from here on, until drained or closed.

@@ -119,12 +119,16 @@ async def house(certs: Certs | None = None, address: Tcp | Unix = ANY) -> AsyncI
         address = Tcp("127.0.0.1", sockets[0].getsockname()[1])
     home = House(door, app, world, address)
 
-    async def run(*, task_status: trio.TaskStatus[None]) -> None:
-        await door.run(sockets, task_status=task_status)
+    async def run() -> None:
+        async with trio.open_nursery() as running:
+            await running.start(door.run, sockets)
+            started.set()
         home.done.set()
 
+    started = trio.Event()
     async with trio.open_nursery() as nursery:
-        await nursery.start(run)
+        nursery.start_soon(run)
+        await started.wait()
         yield home
         door.close()
         with trio.fail_after(2):
