@@ -6,6 +6,7 @@ One notation everywhere: configuration, flags, admin API. Each is parsed and pri
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 import attrs
 
@@ -52,8 +53,8 @@ def parse_size(text: str) -> int:
     found = _SIZE.fullmatch(text)
     if found is None or found[2] not in _BYTES:
         raise ValueError(f"{text!r} is not a size; write 64MiB, 64KiB, 4096")
-    size = float(found[1]) * _BYTES[found[2]]
-    if size != int(size):
+    size = Fraction(found[1]) * _BYTES[found[2]]
+    if size.denominator != 1:
         raise ValueError(f"{text!r} is not a whole number of bytes")
     return int(size)
 
