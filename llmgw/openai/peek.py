@@ -1,0 +1,339 @@
+"""What routing must know of a request's body, read once; the body itself is never changed or decoded here.
+
+msgspec reads the few routed fields into a struct. It takes the last of two equal keys silently and understands
+escaped keys (``"mod\\u0065l"``), and an engine's parser may take the first: so where the bytes outside the prompt
+leave any doubt that a routed key occurs exactly once, the top level is scanned exactly (`llmgw.openai.layout`), and a
+duplicate is refused.
+
+A body of up to `AT_ONCE` bytes is read in one go. A longer one is laid out in steps, and only its short fields are
+decoded; the prompt of 64 MiB stays where it is: `peek_steps`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Generator
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import UNSET, Meta, Raw, UnsetType
+
+from llmgw.openai.layout import STEP, Layout, Malformed, layout, steps
+from llmgw.openai.routes import Route, Shape
+from llmgw.request import Refusal
+
+AT_ONCE = 1 << 20
+"""Bytes that are parsed in one step: 2 ms at msgspec's slowest (many short strings) [measured]."""
+
+SHORT = 64 << 10
+"""Bytes that the value of a routed field may have in a body longer than `AT_ONCE`; the prompt is not one of them."""
+
+MODEL_LENGTH = 512
+"""Characters of a model's name; the longest in use (LoRA paths) have some 200."""
+
+MEDIA_TOKENS = 576
+"""Prompt tokens that one image, video or sound is taken for: a 336-pixel image of the LLaVA family. An estimate."""
+
+BYTES_A_TOKEN = 4
+"""English prose in today's vocabularies; code and other languages are denser, so estimates are corrected by usage."""
+
+
+class Peek(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """What routing and admission know of the body."""
+
+    model: str
+    stream: bool = False
+    n: int = 1
+    max_tokens: int | None = None  # max_completion_tokens wins; None = not said, or "no limit" (negative)
+    include_usage: bool = False  # the client asked for a usage event itself
+    prompt_tokens: int = 0  # an estimate, unless `token_ids`
+    token_ids: bool = False  # the prompt came as token ids and was counted
+    media: int = 0  # images, videos, sounds
+    layout: Layout | None = None  # of a long body, so that `rewrite` need not look again
+
+
+_Count = Annotated[int, Meta(ge=1, le=2**31 - 1)] | None | UnsetType
+_Limit = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None | UnsetType
+
+
+class _StreamOptions(msgspec.Struct, gc=False):
+    include_usage: bool | UnsetType | None = UNSET
+
+
+class _Body(msgspec.Struct, gc=False):
+    """Fields of every shape. UNSET = the key does not occur, so nothing needs to be proven about it."""
+
+    model: str | UnsetType = UNSET
+    stream: bool | UnsetType | None = UNSET
+    n: _Count = UNSET
+    max_tokens: _Limit = UNSET
+    max_completion_tokens: _Limit = UNSET
+    stream_options: _StreamOptions | UnsetType | None = UNSET
+    kv_transfer_params: Raw | UnsetType = UNSET
+    ec_transfer_params: Raw | UnsetType = UNSET
+    data_parallel_rank: Raw | UnsetType = UNSET
+    priority: Raw | UnsetType = UNSET
+    sampling_params: Raw | UnsetType = UNSET
+    vllm_xargs: Raw | UnsetType = UNSET
+
+
+class _Chat(_Body, gc=False):
+    messages: Raw | UnsetType = UNSET
+
+
+class _Completions(_Body, gc=False):
+    prompt: Raw | UnsetType = UNSET
+
+
+class _Row(msgspec.Struct, frozen=True):
+    """How one shape is read. *prompt* is the field with the bulk, whose text is never searched for keys."""
+
+    decode: Callable[[bytes], Any]
+    prompt: str
+    quoted: bytes
+    routed: frozenset[str]
+
+
+def _row(body: type[_Body], prompt: str) -> _Row:
+    return _Row(
+        msgspec.json.Decoder(body).decode, prompt, b'"' + prompt.encode() + b'"', frozenset(body.__struct_fields__)
+    )
+
+
+SHAPES: dict[Shape, _Row] = {"chat": _row(_Chat, "messages"), "completions": _row(_Completions, "prompt")}
+
+FORBIDDEN = ("kv_transfer_params", "ec_transfer_params", "data_parallel_rank", "priority")
+FORBIDDEN_INSIDE = {
+    "sampling_params": ("extra_args",),
+    "vllm_xargs": ("kv_transfer_params", "ec_transfer_params"),  # vLLM merges it into the engine's extra_args
+}
+
+_COLON = re.compile(rb"[ \t\r\n]*:[ \t\r\n]*")
+_OBJECT = msgspec.json.Decoder(dict[str, Raw])
+_MEDIA = (b'"image_url":', b'"video_url":', b'"audio_url":', b'"input_audio":')
+_DATA = re.compile(rb'"data(?::|"[ \t\r\n]*:[ \t\r\n]*")')
+_TOKEN_IDS = re.compile(rb"\[[ \t\r\n]*(?:\[[ \t\r\n]*)?[0-9]")
+_ID_BYTES = b"0123456789,[] \t\r\n"
+_WHERE = re.compile(r" - at `\$\.?(.*)`$")
+
+
+def peek(route: Route, body: bytes, *, allow_priority: bool = False) -> Peek | Refusal:
+    """Read *body* in one go: for bodies of up to `AT_ONCE` bytes; longer ones belong to `peek_steps`."""
+    if len(body) > AT_ONCE:
+        generator = peek_steps(route, body, allow_priority=allow_priority)
+        while True:
+            try:
+                next(generator)
+            except StopIteration as stop:
+                answer: Peek | Refusal = stop.value
+                return answer
+    row = SHAPES[route.shape]
+    try:
+        fields = row.decode(body)
+    except (ValueError, RecursionError) as error:
+        return _unreadable(error, body)
+    prompt = getattr(fields, row.prompt)
+    raw, rest = b"", body
+    if prompt is not UNSET:
+        raw = bytes(prompt)
+        rest = _without(body, row.quoted, raw)
+    if b"\\u" in rest or _doubtful(fields, rest, row.quoted):
+        try:
+            refusal = _exact(body, layout(body), row)
+        except Malformed as error:
+            refusal = Refusal(reason="bad_json", message=f"The body cannot be read: {error}.")
+        if refusal is not None:
+            return refusal
+    if (refusal := _not_allowed(fields, allow_priority)) is not None:
+        return refusal
+    if _TOKEN_IDS.match(raw) and not raw.translate(None, _ID_BYTES):
+        return _peek(fields, raw.count(b",") + 1, True, 0, None)
+    text, media = len(raw), 0
+    if b'"type"' in raw:
+        _, text, media = _window(raw, 0, len(raw))
+    return _peek(fields, _tokens(text, media), False, media, None)
+
+
+def peek_steps(route: Route, body: bytes, *, allow_priority: bool = False) -> Generator[None, None, Peek | Refusal]:
+    """The same for a body of any length, yielding every few hundred microseconds (10 ms at worst).
+
+    What is inside the prompt is not validated here; the engine does that.
+    """
+    row = SHAPES[route.shape]
+    try:
+        found = yield from steps(body)
+    except Malformed as error:
+        return Refusal(reason="bad_json", message=f"The body cannot be read: {error}.")
+    if (refusal := _exact(body, found, row)) is not None:
+        return refusal
+    short = []
+    at = end = 0
+    for field in found.fields:
+        if field.key == row.prompt:
+            at, end = field.value, field.end
+        elif field.key in row.routed:
+            short.append(body[field.start : field.end])
+    try:
+        fields = row.decode(b"{" + b",".join(short) + b"}")
+    except (ValueError, RecursionError) as error:
+        return _unreadable(error, b"")
+    if (refusal := _not_allowed(fields, allow_priority)) is not None:
+        return refusal
+    text = media = commas = 0
+    ids = _TOKEN_IDS.match(body, at, end) is not None
+    while at < end:
+        yield
+        stop = min(at + STEP, end)
+        if ids:
+            window = body[at:stop]
+            ids = not window.translate(None, _ID_BYTES)
+            commas += window.count(b",")
+        at, more, items = _window(body, at, stop)
+        text, media = text + more, media + items
+    return _peek(fields, commas + 1 if ids else _tokens(text, media), ids, media, found)
+
+
+def _peek(fields: Any, tokens: int, counted: bool, media: int, found: Layout | None) -> Peek | Refusal:
+    model = fields.model
+    if model is UNSET or not model:
+        return _bad_field("model", "is missing: say which model; GET /v1/models lists them")
+    if len(model) > MODEL_LENGTH:
+        return _bad_field("model", f"is longer than {MODEL_LENGTH} characters")
+    limit = fields.max_completion_tokens
+    if limit is UNSET or limit is None:
+        limit = fields.max_tokens
+    options = fields.stream_options
+    return Peek(
+        model=model,
+        stream=fields.stream is True,
+        n=fields.n or 1,
+        max_tokens=None if limit is UNSET or limit is None or limit < 0 else limit,
+        include_usage=options is not UNSET and options is not None and options.include_usage is True,
+        prompt_tokens=tokens,
+        token_ids=counted,
+        media=media,
+        layout=found,
+    )
+
+
+def _without(body: bytes, key: bytes, raw: bytes) -> bytes:
+    """*body* less one member ``key: raw``; all of it if the bytes are not just so (a duplicate, an odd spelling).
+
+    Sound, since what is taken out begins with a key's own quote and is one whole member: it hides no other key.
+    """
+    at = body.find(key)
+    if at <= 0 or body[at - 1] == 0x5C:
+        return body
+    colon = _COLON.match(body, at + len(key))
+    if colon is None or not body.startswith(raw, colon.end()):
+        return body
+    return body[:at] + body[colon.end() + len(raw) :]
+
+
+def _doubtful(fields: Any, rest: bytes, prompt: bytes) -> bool:
+    """May a routed key occur twice, or a forbidden one at all? Never False where it does; True costs a scan."""
+    if b"bootstrap_" in rest or b"dp_rank" in rest or prompt in rest:
+        return True
+    count = rest.count
+    return (
+        (fields.model is not UNSET and count(b'"model"') > 1)
+        or (fields.stream is not UNSET and count(b'"stream"') > 1)
+        or (fields.max_tokens is not UNSET and count(b'"max_tokens"') > 1)
+        or (fields.max_completion_tokens is not UNSET and count(b'"max_completion_tokens"') > 1)
+        or (fields.n is not UNSET and count(b'"n"') > 1)
+        or (fields.stream_options is not UNSET and (count(b'"stream_options"') > 1 or count(b'"include_usage"') > 1))
+    )
+
+
+def _exact(body: bytes, found: Layout, row: _Row) -> Refusal | None:
+    """What only the layout tells: duplicates, and forbidden names that are a family."""
+    seen = set()
+    for field in found.fields:
+        key = field.key
+        if key.startswith("bootstrap_") or key.endswith("dp_rank"):
+            return _forbidden(key)
+        if key not in row.routed:
+            continue
+        if key in seen:
+            return _duplicate(key)
+        seen.add(key)
+        if key == row.prompt:
+            continue
+        if field.end - field.value > SHORT:
+            return _bad_field(key, f"is longer than {SHORT} bytes")
+        if key == "stream_options" and body[field.value] == 0x7B:
+            try:
+                inside = layout(body[field.value : field.end])
+            except Malformed as error:
+                return _bad_field(key, f"cannot be read: {error}")
+            if len(inside.all("include_usage")) > 1:
+                return _duplicate("stream_options.include_usage")
+    return None
+
+
+def _not_allowed(fields: Any, allow_priority: bool) -> Refusal | None:
+    for key in FORBIDDEN:
+        if getattr(fields, key) is not UNSET and not (key == "priority" and allow_priority):
+            return _forbidden(key)
+    for key, names in FORBIDDEN_INSIDE.items():
+        raw = getattr(fields, key)
+        if raw is not UNSET:
+            try:
+                inside = _OBJECT.decode(raw)
+            except (ValueError, RecursionError):
+                continue  # not an object, so nothing stands in it
+            for name in names:
+                if name in inside:
+                    return _forbidden(f"{key}.{name}")
+    return None
+
+
+def _window(body: bytes, at: int, stop: int) -> tuple[int, int, int]:
+    """Bytes of text and media items that begin in ``body[at:stop]``, and where the next window begins.
+
+    Data (a ``data:`` URL, the value of a ``data`` key) is no text; it may reach far beyond *stop*.
+    """
+    media = sum(body.count(key, at, stop + len(key) - 1) for key in _MEDIA)
+    text = 0
+    while (found := body.find(b'"data', at, stop)) >= 0:
+        text += found - at
+        data = _DATA.match(body, found)
+        if data is None:
+            at = found + 5
+            text += 5
+        else:
+            close = body.find(b'"', data.end())
+            at = close + 1 if close >= 0 else len(body)
+    return max(at, stop), text + max(0, stop - at), media
+
+
+def _tokens(text: int, media: int) -> int:
+    return text // BYTES_A_TOKEN + media * MEDIA_TOKENS
+
+
+def _unreadable(error: Exception, body: bytes) -> Refusal:
+    if isinstance(error, RecursionError):
+        return Refusal(reason="bad_json", message="The body is nested too deeply.")
+    text = str(error)
+    if isinstance(error, msgspec.ValidationError):
+        where = _WHERE.search(text)
+        if where is not None:
+            return _bad_field(where.group(1), "cannot be used: " + text[: where.start()])
+        text = text.replace("`", "")
+    if "truncated" in text and b"\\u" in body:
+        text += ", or half of a surrogate pair stands alone"
+    return Refusal(reason="bad_json", message=f"The body cannot be read: {text}.")
+
+
+def _bad_field(key: str, what: str) -> Refusal:
+    return Refusal(reason="bad_field", message=f"`{key}` {what}.", param=key)
+
+
+def _duplicate(key: str) -> Refusal:
+    return Refusal(reason="duplicate_field", message=f"`{key}` occurs more than once: send it once.", param=key)
+
+
+def _forbidden(key: str) -> Refusal:
+    return Refusal(
+        reason="forbidden_field", message=f"`{key}` may only be set by the gateway: leave it out.", param=key
+    )
