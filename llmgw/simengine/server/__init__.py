@@ -1,0 +1,46 @@
+"""`llmgw sim-engine` as a server: an engine core behind sockets.
+
+await nursery.start(partial(serve, Options(listen=("127.0.0.1:0",)), RealWorld()))    → ["127.0.0.1:43211"]
+"""
+
+from __future__ import annotations
+
+import os
+
+import trio
+
+from llmgw.errors import ConfigError, Problem
+from llmgw.net.world import World
+from llmgw.simengine.options import Options
+from llmgw.simengine.server.engine import Engine, Journal
+
+__all__ = ["Engine", "Journal", "open_journal", "serve"]
+
+
+def open_journal(path: str) -> tuple[int, Journal]:
+    """(descriptor to close at the end, what appends a line). Each line is one `write`, so it is whole or not there."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise ConfigError([Problem(f"cannot append to {path!r}: {error.strerror}", where="--journal")]) from None
+    return descriptor, lambda line: _append(descriptor, line)
+
+
+def _append(descriptor: int, line: bytes) -> None:
+    os.write(descriptor, line)
+
+
+async def serve(
+    options: Options, world: World, *, task_status: trio.TaskStatus[list[str]] = trio.TASK_STATUS_IGNORED
+) -> None:
+    """Run one simulated engine until cancelled. Started with the addresses that it is bound to.
+
+    Raises ConfigError for options that cannot be, OSError for an address that cannot be listened on.
+    """
+    options.check()
+    descriptor, journal = open_journal(options.journal) if options.journal else (-1, None)
+    try:
+        await Engine(options, world, journal).serve(task_status=task_status)
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)
