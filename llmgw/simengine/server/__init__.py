@@ -35,12 +35,13 @@ async def serve(
 ) -> None:
     """Run one simulated engine until cancelled. Started with the addresses that it is bound to.
 
-    Raises ConfigError for options that cannot be, OSError for an address that cannot be listened on.
+    Raises ConfigError for options that cannot be; OSError, in a group, for an address that cannot be listened on.
     """
     options.check()
     descriptor, journal = open_journal(options.journal) if options.journal else (-1, None)
     try:
-        await Engine(options, world, journal).serve(task_status=task_status)
+        async with trio.open_nursery() as nursery:
+            task_status.started(await nursery.start(Engine(options, world, journal).serve))
     finally:
         if descriptor >= 0:
             os.close(descriptor)
