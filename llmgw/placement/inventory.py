@@ -100,6 +100,7 @@ class Port(msgspec.Struct, frozen=True, kw_only=True):
     numa: int | None = None
     usable: bool = True  # the engine's user can open its verbs device
     reason: str = ""  # what is wrong: "no cable or switch port down"
+    distances: dict[str, str] = {}  # GPU uuid → PIX, PXB, PHB, NODE or SYS
 
 
 class Host(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,6 +120,9 @@ class Host(msgspec.Struct, frozen=True, kw_only=True):
     machine_id: str = ""
     boot_id: str = ""
     ephemeral: tuple[int, int] = (32768, 60999)  # ports the kernel gives out
+    virtual: str = ""  # "vm", "container", "vm, container"; "" = a machine of its own
+    hugepages: int = 0  # reserved, bytes
+    clock_synchronised: bool | None = None  # what the kernel says of its own clock
 
 
 class Disk(msgspec.Struct, frozen=True, kw_only=True, gc=False):
