@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "llmgw"
 
-NOUNS = {"request", "reasons", "errors", "endpoint", "hooks", "plugins"}
+NOUNS = {"request", "reasons", "errors", "endpoint", "hooks", "plugins", "units"}
 PURE = {
     "openai",
     "kvcache",
@@ -25,7 +25,7 @@ PURE = {
     "engines",
     "simengine",
 }
-GROUND = {"config", "metrics", "logs", "units"}
+GROUND = {"config", "metrics", "logs"}
 NEAR = {"net", "stores", "pki"}
 SHELLS = {"server", "agent", "ctl", "simengine.server"}
 TOP = {"cli", "__main__", ""}
