@@ -28,7 +28,7 @@ def integer(least: int, most: int = 1 << 53) -> Callable[[Any], int]:
     """A whole number from *least* to *most*."""
 
     def convert(value: Any) -> int:
-        if isinstance(value, float) and value.is_integer():
+        if isinstance(value, float) and value.is_integer() and abs(value) <= most:
             value = int(value)
         if not isinstance(value, int) or isinstance(value, bool):
             raise ValueError(f"{value!r} is not a whole number")

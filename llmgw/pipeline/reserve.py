@@ -32,14 +32,17 @@ def prefill_host(ctx: Context, bootstrap_port: int) -> Generator[Command, Reply,
         named = dict(reply.headers).get(DESTINATION.encode(), b"").decode("latin-1")
         host = urlsplit(f"//{named}").hostname
         if not host:
-            failure = Failed(reason="phase_failed", detail=f"the gateway did not answer with {DESTINATION}")
-            raise LegFailed("prefill", failure)
+            raise nobody(ctx, f"the gateway did not answer with {DESTINATION}")
         ctx.pin_prefill = ((DESTINATION, named),)
         return host, bootstrap_port
     told = urlsplit(f"//{endpoint.bootstrap}") if endpoint.bootstrap else urlsplit(endpoint.url)
     if not told.hostname:
-        failure = Failed(
-            reason="phase_failed", endpoint=endpoint.id, detail=f"endpoint {endpoint.name} has no bootstrap address"
-        )
-        raise LegFailed("prefill", failure)
+        raise nobody(ctx, f"endpoint {endpoint.name} has no bootstrap address")
     return told.hostname, (told.port or bootstrap_port) if endpoint.bootstrap else bootstrap_port
+
+
+def nobody(ctx: Context, detail: str) -> LegFailed:
+    """The prefill leg cannot be written for this endpoint; it has not been sent, so another one may do."""
+    prefill = ctx.chosen.prefill if ctx.chosen is not None else None
+    name = prefill.id if prefill is not None else ""
+    return LegFailed("prefill", Failed(reason="phase_failed", endpoint=name, started=False, detail=detail))

@@ -1,7 +1,5 @@
 """Conditional decode: a decode endpoint that has the prompt in its cache answers at once; otherwise the rest follows."""
 
-# ruff: noqa: RUF009 -- `key` is attrs.field, which ruff does not recognise through a call
-
 from __future__ import annotations
 
 from typing import ClassVar
@@ -22,7 +20,9 @@ class ConditionalDecode:
     api: ClassVar[int] = 1
     name: ClassVar[str] = "conditional-decode"
     phases: ClassVar[tuple[str, ...]] = ("decode",)
-    use_openai_format: bool = params.key(params.boolean, "Accepted and without effect: this leg is written for the client's own path.", True)
+    use_openai_format: bool = params.key(
+        params.boolean, "Accepted and without effect: this leg is written for the client's own path.", True
+    )
 
     def run(self, ctx: Context) -> Work:
         body = dict(ctx.body)

@@ -24,8 +24,12 @@ class Decode:
     name: ClassVar[str] = "decode"
     phases: ClassVar[tuple[str, ...]] = ("decode",)
     ends: ClassVar[bool] = True
-    use_openai_format: bool = params.key(params.boolean, "Accepted and without effect: this leg is written for the client's own path.", True)
-    kv_connector: KvConnector = params.key(params.plugin(KV_CONNECTORS), "How KV blocks get from prefill to decode.", "kv-shared-storage")
+    use_openai_format: bool = params.key(
+        params.boolean, "Accepted and without effect: this leg is written for the client's own path.", True
+    )
+    kv_connector: KvConnector = params.key(
+        params.plugin(KV_CONNECTORS), "How KV blocks get from prefill to decode.", "kv-shared-storage"
+    )
 
     def run(self, ctx: Context) -> Work:
         tries = ctx.policy.attempts

@@ -24,8 +24,12 @@ class Encode:
     name: ClassVar[str] = "encode"
     phases: ClassVar[tuple[str, ...]] = ("encode",)
     max_parallel: int = params.key(params.integer(1), "How many images of one request are encoded at once.", 8)
-    use_openai_format: bool = params.key(params.boolean, "Legs as OpenAI bodies; false: as `/inference/v1/generate`, tokens in.", True)
-    ec_connector: EcConnector = params.key(params.plugin(EC_CONNECTORS), "How encoder outputs get to prefill.", "ec-shared-storage")
+    use_openai_format: bool = params.key(
+        params.boolean, "Legs as OpenAI bodies; false: as `/inference/v1/generate`, tokens in.", True
+    )
+    ec_connector: EcConnector = params.key(
+        params.plugin(EC_CONNECTORS), "How encoder outputs get to prefill.", "ec-shared-storage"
+    )
 
     def run(self, ctx: Context) -> Work:
         if (

@@ -24,9 +24,15 @@ class Prefill:
     api: ClassVar[int] = 1
     name: ClassVar[str] = "prefill"
     phases: ClassVar[tuple[str, ...]] = ("prefill",)
-    use_openai_format: bool = params.key(params.boolean, "Legs as OpenAI bodies; false: as `/inference/v1/generate`, tokens in.", True)
-    kv_connector: KvConnector = params.key(params.plugin(KV_CONNECTORS), "How KV blocks get from prefill to decode.", "kv-shared-storage")
-    ec_connector: EcConnector = params.key(params.plugin(EC_CONNECTORS), "How encoder outputs get to prefill.", "ec-shared-storage")
+    use_openai_format: bool = params.key(
+        params.boolean, "Legs as OpenAI bodies; false: as `/inference/v1/generate`, tokens in.", True
+    )
+    kv_connector: KvConnector = params.key(
+        params.plugin(KV_CONNECTORS), "How KV blocks get from prefill to decode.", "kv-shared-storage"
+    )
+    ec_connector: EcConnector = params.key(
+        params.plugin(EC_CONNECTORS), "How encoder outputs get to prefill.", "ec-shared-storage"
+    )
 
     def run(self, ctx: Context) -> Work:
         ec_params = self.ec_connector.params(ctx)

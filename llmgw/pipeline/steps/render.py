@@ -1,7 +1,5 @@
 """Render: the prompt as token ids, images with their hashes and placeholders, from a tokeniser service."""
 
-# ruff: noqa: RUF009 -- `key` is attrs.field, which ruff does not recognise through a call
-
 from __future__ import annotations
 
 from collections.abc import Generator
@@ -27,7 +25,9 @@ class Render:
     max_idle_conns_per_host: int = params.key(params.integer(0), "Idle connections kept to the service.", 100)
     idle_conn_timeout: float = params.key(params.duration, "How long an idle connection is kept.", 90.0)
     max_total_tokens: int = params.key(params.integer(0), "Longest prompt, tokens; 0 = no limit.", 0)
-    max_total_placeholder_tokens: int = params.key(params.integer(0), "Most tokens that images may take; 0 = no limit.", 0)
+    max_total_placeholder_tokens: int = params.key(
+        params.integer(0), "Most tokens that images may take; 0 = no limit.", 0
+    )
 
     def run(self, ctx: Context) -> Work:
         if ctx.path == CHAT:

@@ -1,7 +1,5 @@
 """Replace media URLs: every remote image of the messages becomes a data URI, so that no worker fetches anything."""
 
-# ruff: noqa: RUF009 -- `key` is attrs.field, which ruff does not recognise through a call
-
 from __future__ import annotations
 
 from typing import Any, ClassVar
@@ -29,8 +27,12 @@ class ReplaceMediaUrls:
     max_concurrent_downloads: int = params.key(params.integer(1), "Downloads of one request at once.", 10)
     max_multimodal_entries: int = params.key(params.integer(0), "Most images a request; 0 = no limit.", 0)
     max_download_size: int = params.key(params.integer(1, 1 << 20), "Largest object, MB (2^20 bytes).", 10)
-    allow_private_networks: bool = params.key(params.boolean, "Also 10/8, 172.16/12 and 192.168/16; nothing else.", False)
-    allowed_domains: tuple[str, ...] = params.key(params.strings, "Host names that may be fetched from; none = any.", ())
+    allow_private_networks: bool = params.key(
+        params.boolean, "Also 10/8, 172.16/12 and 192.168/16; nothing else.", False
+    )
+    allowed_domains: tuple[str, ...] = params.key(
+        params.strings, "Host names that may be fetched from; none = any.", ()
+    )
 
     def run(self, ctx: Context) -> Work:
         found: list[tuple[int, dict[str, Any], str]] = []  # index, part, URL (its head, where it is a long data URI)

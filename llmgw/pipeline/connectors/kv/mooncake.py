@@ -3,8 +3,6 @@
 Decode must also name the prefill engine's id, which only that bootstrap server knows; it is asked once a pair.
 """
 
-# ruff: noqa: RUF009 -- `key` is attrs.field, which ruff does not recognise through a call
-
 from __future__ import annotations
 
 from collections.abc import Generator
@@ -16,8 +14,7 @@ from llmgw.pipeline import params
 from llmgw.pipeline.commands import Answer, Body, Call, Command, Failed, Reply
 from llmgw.pipeline.connectors.flags import asks_prefill, flipped
 from llmgw.pipeline.context import Context
-from llmgw.pipeline.reserve import prefill_host
-from llmgw.pipeline.step import LegFailed
+from llmgw.pipeline.reserve import nobody, prefill_host
 from llmgw.pipeline.wire import Format, put_params
 
 QUERY_TIMEOUT = 5.0
@@ -32,7 +29,11 @@ class Mooncake:
     name: ClassVar[str] = "kv-mooncake"
     together: ClassVar[bool] = True
     pins: ClassVar[bool] = False
-    bootstrap_port: int = params.key(params.integer(1, 65535), "Port of the bootstrap server where an endpoint does not say (env SGLANG_BOOTSTRAP_PORT).", 8998)
+    bootstrap_port: int = params.key(
+        params.integer(1, 65535),
+        "Port of the bootstrap server where an endpoint does not say (env SGLANG_BOOTSTRAP_PORT).",
+        8998,
+    )
 
     def prepare(self, ctx: Context) -> Generator[Command, Reply, None]:
         host, port = yield from prefill_host(ctx, self.bootstrap_port)
@@ -43,10 +44,10 @@ class Mooncake:
         )  # fmt: skip
         if not isinstance(reply, Answer):
             assert isinstance(reply, Failed)
-            raise LegFailed("prefill", reply)
+            raise nobody(ctx, f"{address}/query: {reply.reason} {reply.detail}".rstrip())
         engine = _engine_of_rank_0(reply.body)
         if engine is None:
-            raise LegFailed("prefill", Failed(reason="phase_failed", detail=f"{address}/query names no engine_id"))
+            raise nobody(ctx, f"{address}/query names no engine_id")
         ctx.rendezvous = {
             "transfer_id": f"xfer-{ctx.request_id}-{ctx.number(1 << 63):016x}",
             "remote_bootstrap_addr": address,

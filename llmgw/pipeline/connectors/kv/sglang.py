@@ -4,8 +4,6 @@ The prefill engine answers only when decode has fetched its blocks, so waiting f
 room is a random integer: it pairs the two requests, and must be unique among those in flight.
 """
 
-# ruff: noqa: RUF009 -- `key` is attrs.field, which ruff does not recognise through a call
-
 from __future__ import annotations
 
 from collections.abc import Generator
@@ -30,7 +28,11 @@ class Sglang:
     name: ClassVar[str] = "kv-sglang"
     together: ClassVar[bool] = True
     pins: ClassVar[bool] = False
-    bootstrap_port: int = params.key(params.integer(1, 65535), "Port of the bootstrap server where an endpoint does not say (env SGLANG_BOOTSTRAP_PORT).", 8998)
+    bootstrap_port: int = params.key(
+        params.integer(1, 65535),
+        "Port of the bootstrap server where an endpoint does not say (env SGLANG_BOOTSTRAP_PORT).",
+        8998,
+    )
 
     def prepare(self, ctx: Context) -> Generator[Command, Reply, None]:
         host, port = yield from prefill_host(ctx, self.bootstrap_port)
