@@ -24,7 +24,8 @@ def test_no_integers(value: Any) -> None:
 
 def test_durations() -> None:
     assert params.duration("1m30s") == 90.0
-    for bad in ("30", 30, True, None, [], "1 parsec"):
+    wrong: tuple[Any, ...] = ("30", 30, True, None, [], "1 parsec")
+    for bad in wrong:
         with pytest.raises(ValueError, match="duration"):
             params.duration(bad)
 

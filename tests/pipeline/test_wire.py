@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmgw.errors import Refused
@@ -26,6 +26,7 @@ values: st.SearchStrategy[Any] = st.recursive(
 )
 
 
+@settings(max_examples=40)
 @given(st.dictionaries(st.text(max_size=4), values, max_size=4), st.booleans())
 def test_reading_and_writing_changes_nothing(body: dict[str, Any], escaped: bool) -> None:
     raw = json.dumps(body, ensure_ascii=escaped).encode("utf-8", "surrogatepass")
