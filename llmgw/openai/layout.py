@@ -31,7 +31,8 @@ DEPTH = 512
 """Nesting that is followed in a long body. msgspec gives up at the interpreter's recursion limit, some 900 levels."""
 
 NEAR = 64
-"""Brackets stepped over one by one before windows pay off."""
+NEAR_BYTES = 2 << 10
+"""Brackets, and bytes, that are stepped over one by one before windows pay off."""
 
 
 class Malformed(ValueError):
@@ -57,6 +58,10 @@ class Layout(msgspec.Struct, frozen=True, gc=False):
         return [field for field in self.fields if field.key == key]
 
 
+_SIMPLE = re.compile(
+    rb'[ \t\r\n]{0,64}("([^"\\\x00-\x1f]{0,64})"[ \t\r\n]{0,64}:[ \t\r\n]{0,64})'
+    rb'("[^"\\]{0,256}"|[^\x00-\x20,:"{}\[\]]{1,32})[ \t\r\n]{0,64},'
+)
 _SPACE = re.compile(rb"[ \t\r\n]*")
 _KEY = re.compile(rb'"([^"\\\x00-\x1f]*(?:\\.[^"\\\x00-\x1f]*)*)"[ \t\r\n]*:', re.DOTALL)
 _SCALAR = re.compile(rb'[^\x00-\x20,:"{}\[\]]+')
@@ -101,12 +106,19 @@ def steps(body: bytes) -> Generator[None, None, Layout]:
     if body[at : at + 1] == b"}":
         return (yield from _closed(body, at, fields))
     while True:
+        simple = _SIMPLE.match(body, at)  # most members are short, and another follows
+        if simple is not None and len(fields) < FIELDS:
+            (start, value), end = simple.span(1), simple.end(3)
+            fields.append(Field(_decoded(simple.group(2), start), start, value, end))
+            at = simple.end()
+            continue
+        at = yield from _space(body, at)
         key = _KEY.match(body, at, at + ATOM)
         if key is None:
             raise Malformed(f"a field's name was expected at byte {at}")
         value = yield from _space(body, key.end())
         end = yield from _value(body, value)
-        fields.append(Field(_decoded(key, at), at, value, end))
+        fields.append(Field(_decoded(key.group(1), at), at, value, end))
         if len(fields) > FIELDS:
             raise Malformed(f"more than {FIELDS} top-level fields")
         at = yield from _space(body, end)
@@ -115,11 +127,10 @@ def steps(body: bytes) -> Generator[None, None, Layout]:
             return (yield from _closed(body, at, fields))
         if byte != _COMMA:
             raise Malformed(f"a comma or the end of the object was expected at byte {at}")
-        at = yield from _space(body, at + 1)
+        at += 1
 
 
-def _decoded(key: re.Match[bytes], at: int) -> str:
-    raw = key.group(1)
+def _decoded(raw: bytes, at: int) -> str:
     try:
         return raw.decode() if b"\\" not in raw else msgspec.json.decode(b'"' + raw + b'"', type=str)
     except ValueError:
@@ -192,7 +203,7 @@ def _neutral(body: bytes, at: int) -> bytes:
 def _container(body: bytes, at: int) -> Steps:
     """Where the object or array that begins at *at* ends."""
     depth, count = 0, 0
-    limit = at + STEP
+    limit = at + NEAR_BYTES
     while count < NEAR:
         found = _BRACKET.match(body, at, limit)
         if found is None:

@@ -28,6 +28,9 @@ AT_ONCE = 1 << 20
 SHORT = 64 << 10
 """Bytes that the value of a routed field may have in a body longer than `AT_ONCE`; the prompt is not one of them."""
 
+BULK = 256
+"""Bytes of a prompt above which taking it out is cheaper than searching it."""
+
 MODEL_LENGTH = 512
 """Characters of a model's name; the longest in use (LoRA paths) have some 200."""
 
@@ -136,8 +139,9 @@ def peek(route: Route, body: bytes, *, allow_priority: bool = False) -> Peek | R
     raw, rest = b"", body
     if prompt is not UNSET:
         raw = bytes(prompt)
-        rest = _without(body, row.quoted, raw)
-    if b"\\u" in rest or _doubtful(fields, rest, row.quoted):
+        if len(raw) > BULK:
+            rest = _without(body, row.quoted, raw)
+    if b"\\u" in rest or _doubtful(fields, rest, row.quoted, body is rest):
         try:
             refusal = _exact(body, layout(body), row)
         except Malformed as error:
@@ -146,7 +150,7 @@ def peek(route: Route, body: bytes, *, allow_priority: bool = False) -> Peek | R
             return refusal
     if (refusal := _not_allowed(fields, allow_priority)) is not None:
         return refusal
-    if _TOKEN_IDS.match(raw) and not raw.translate(None, _ID_BYTES):
+    if raw[1:2] not in b'{"' and _TOKEN_IDS.match(raw) and not raw.translate(None, _ID_BYTES):
         return _peek(fields, raw.count(b",") + 1, True, 0, None)
     text, media = len(raw), 0
     if b'"type"' in raw:
@@ -230,13 +234,17 @@ def _without(body: bytes, key: bytes, raw: bytes) -> bytes:
     return body[:at] + body[colon.end() + len(raw) :]
 
 
-def _doubtful(fields: Any, rest: bytes, prompt: bytes) -> bool:
-    """May a routed key occur twice, or a forbidden one at all? Never False where it does; True costs a scan."""
-    if b"bootstrap_" in rest or b"dp_rank" in rest or prompt in rest:
-        return True
+def _doubtful(fields: Any, rest: bytes, prompt: bytes, whole: bool) -> bool:
+    """May a routed key occur twice, or a forbidden one at all? Never False where it does; True costs a scan.
+
+    *whole*: the prompt is in *rest*, too, so its key may occur once.
+    """
     count = rest.count
     return (
-        (fields.model is not UNSET and count(b'"model"') > 1)
+        b"bootstrap_" in rest
+        or b"dp_rank" in rest
+        or count(prompt) > whole
+        or (fields.model is not UNSET and count(b'"model"') > 1)
         or (fields.stream is not UNSET and count(b'"stream"') > 1)
         or (fields.max_tokens is not UNSET and count(b'"max_tokens"') > 1)
         or (fields.max_completion_tokens is not UNSET and count(b'"max_completion_tokens"') > 1)
@@ -272,6 +280,15 @@ def _exact(body: bytes, found: Layout, row: _Row) -> Refusal | None:
 
 
 def _not_allowed(fields: Any, allow_priority: bool) -> Refusal | None:
+    if (
+        fields.kv_transfer_params is UNSET
+        and fields.ec_transfer_params is UNSET
+        and fields.data_parallel_rank is UNSET
+        and fields.sampling_params is UNSET
+        and fields.vllm_xargs is UNSET
+        and (fields.priority is UNSET or allow_priority)
+    ):
+        return None
     for key in FORBIDDEN:
         if getattr(fields, key) is not UNSET and not (key == "priority" and allow_priority):
             return _forbidden(key)
