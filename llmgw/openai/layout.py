@@ -18,6 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Generator
 from itertools import accumulate
+from typing import TypeVar
 
 import msgspec
 
@@ -79,6 +80,7 @@ ATOM = 64 << 10
 RUN = 64
 """Backslashes before a quote that are counted directly."""
 
+T = TypeVar("T")
 Steps = Generator[None, None, int]
 
 
@@ -87,13 +89,14 @@ def layout(body: bytes) -> Layout:
     return drain(steps(body))
 
 
-def drain(generator: Generator[None, None, Layout]) -> Layout:
-    try:
-        while True:
+def drain(generator: Generator[None, None, T]) -> T:
+    """What *generator* returns, in one go."""
+    while True:
+        try:
             next(generator)
-    except StopIteration as stop:
-        found: Layout = stop.value
-        return found
+        except StopIteration as stop:
+            found: T = stop.value
+            return found
 
 
 def steps(body: bytes) -> Generator[None, None, Layout]:

@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Raw
 
-from llmgw.openai.cut import CAP, EVENT, PART, Cutter, data_of
+from llmgw.openai.cut import CAP, EVENT, PART, REST, Cutter, data_of
 
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
@@ -92,8 +92,8 @@ class UsageFilter:
             return data
         out = []
         for piece, text in self._cutter.feed(data):
-            if piece == EVENT:
-                self._dropped = b'"usage"' in text and _is_usage_only(text)
+            if piece != REST:
+                self._dropped = piece == EVENT and b'"usage"' in text and _is_usage_only(text)
             if not self._dropped:
                 out.append(text)
             self._passing = piece == PART

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmgw.openai import peek as module
-from llmgw.openai.peek import AT_ONCE, MEDIA_TOKENS, Peek, peek
+from llmgw.openai.peek import MEDIA_TOKENS, WHOLE, Peek, peek
 from llmgw.openai.routes import Route, find
 from llmgw.request import Refusal
 
@@ -37,7 +37,7 @@ def refused(body: bytes, to: Route = CHAT, **options: bool) -> tuple[str, str | 
 
 def long(body: bytes) -> bytes:
     """The same object, but too long to be read at once."""
-    return b'{"padding":"' + b"x" * AT_ONCE + b'",' + body.lstrip()[1:]
+    return b'{"padding":"' + b"x" * WHOLE + b'",' + body.lstrip()[1:]
 
 
 def test_reads_what_routing_needs() -> None:
@@ -51,7 +51,7 @@ def test_reads_what_routing_needs() -> None:
         assert got.prompt_tokens == len(json.dumps(body["messages"])) // 4
         assert not got.token_ids
         assert got.media == 0
-        assert (got.layout is not None) == (len(text) > AT_ONCE)
+        assert (got.layout is not None) == (len(text) > WHOLE)
 
 
 def test_defaults_and_nulls() -> None:

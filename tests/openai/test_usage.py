@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from llmgw.openai.sse import Meter
@@ -27,6 +27,7 @@ KEPT = [
 ]
 
 
+@example([USAGE, KEPT[-1]], b"\n", [], 1)
 @given(
     st.lists(st.sampled_from([*KEPT, USAGE, USAGE.replace(b",", b" ,\ndata:")])),
     st.sampled_from([b"\n", b"\r\n", b"\r"]),
@@ -37,6 +38,7 @@ def test_drops_the_usage_event_and_nothing_else(
     parts: list[bytes], end_of_line: bytes, cuts: list[int], missing: int
 ) -> None:
     text = b"".join(parts)
+    missing = min(missing, len(parts[-1]) if parts else 0)
     text = text[: len(text) - missing].replace(b"\n", end_of_line)
     kept = b"".join(part for part in parts if part in KEPT)
     if parts and parts[-1] in KEPT:
