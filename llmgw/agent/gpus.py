@@ -159,6 +159,7 @@ class Gpus:
     missing: tuple[str, ...] = ()  # PCI addresses that NVML does not know
     state: Literal["none", "ok", "partial", "failed"] = "none"
     code: int = 0  # NVML's number, where it failed
+    fabric_pending: tuple[int, ...] = ()  # GPUs behind NVSwitch whose fabric is not ready
 
 
 def problem_of(report: Report, root: Root) -> str:
@@ -204,6 +205,7 @@ def assemble(
         problem=problem,
         missing=missing,
         state="none" if not report.gpus and not pci else "partial" if problem else "ok",
+        fabric_pending=tuple(g.index for g in report.gpus if g.fabric_state in (1, 2)),
     )
 
 

@@ -63,6 +63,11 @@ def run(
     settings = attrs.evolve(settings, node=node or settings.node, state=state or settings.state)
     if discover:
         return trio.run(report.discover, settings, as_json)
+    if preflight:
+        if engine and engine not in settings.programs():
+            known = ", ".join(settings.programs())
+            raise ConfigError([Problem(f"engine {engine!r} is not on this node; there are: {known}", "--engine")])
+        return trio.run(report.preflight, settings, engine or "", weights, as_json)
     raise ConfigError([Problem("nothing to do: give --server, --discover or --preflight")])
 
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
+
 import msgspec
 import trio
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
+from llmgw.agent.account import account
 from llmgw.agent.discover import Discovery
+from llmgw.agent.preflight import Preflight, by_row
 from llmgw.agent.settings import Settings
-from llmgw.placement.inventory import GIB, Inventory
+from llmgw.placement.inventory import GIB, Check, Inventory, node_state
 
 
 def gib(size: int | None) -> str:
@@ -76,3 +82,46 @@ def print_inventory(found: Inventory, console: Console) -> None:
         console.print(table)
     else:
         console.print("RDMA    none", highlight=False)
+
+
+async def preflight(settings: Settings, only: str, weights: Sequence[str], as_json: bool) -> int:
+    """Prints every row; 1 if one of them fails."""
+    user = account(settings.user)
+    async with Discovery(settings) as discovery:
+        checker = Preflight(discovery, user)
+        inventory = await discovery.look()
+        wall = time.time()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(checker.try_engines, wall, only)
+            nursery.start_soon(checker.try_gpus, wall)
+            nursery.start_soon(checker.try_weights, weights, True)
+        inventory = checker.complete(await discovery.look(), wall, checking=False)
+    checks = sorted(
+        (c for c in inventory.checks if not only or f"engine:{only}" == c.scope or not c.scope.startswith("engine:")),
+        key=by_row,
+    )
+    if as_json:
+        document = {"node": inventory.node, "state": node_state(inventory), "checks": checks}
+        await trio.to_thread.run_sync(print_json, msgspec.json.encode(document))
+    else:
+        print_checks(checks, Console())
+        Console().print(f"node state: {node_state(inventory)}", highlight=False)
+    return int(any(not c.ok and c.level == "block" for c in checks))
+
+
+def status(check: Check) -> str:
+    """ok, warn, fail or skip."""
+    if check.skipped:
+        return "skip"
+    return "ok" if check.ok else "fail" if check.level == "block" else "warn"
+
+
+def print_checks(checks: Sequence[Check], console: Console) -> None:
+    table = Table("row", "concerns", "", "what was seen", "what to do")
+    colours = {"ok": "green", "warn": "yellow", "fail": "red", "skip": "dim"}
+    for check in checks:
+        word = status(check)
+        table.add_row(
+            check.id, escape(check.scope), f"[{colours[word]}]{word}[/]", escape(check.message), escape(check.fix)
+        )
+    console.print(table)

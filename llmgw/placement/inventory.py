@@ -176,6 +176,7 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     at: float = 0.0  # wall clock
     took: float = 0.0
     ttl: float = 900.0  # it may be relied on for so long
+    skipped: bool = False  # it was not tried here; `message` says why, and `ok` is true
 
 
 class Inventory(msgspec.Struct, frozen=True, kw_only=True):
