@@ -190,6 +190,13 @@ class Brain(Protocol):
         """First token, and then at most once a second: *tokens* so far. Keeps ledgers and liveness honest."""
         ...
 
+    def quiet(self, lease: int, seconds: float) -> Refusal | None:
+        """No byte came for *seconds*. None = go on (the engine shows other signs of life), else the end: idle_timeout.
+
+        A brain that must ask first answers None and calls `Mover.abandon` later.
+        """
+        ...
+
     def settle(self, lease: int | None, outcome: Outcome) -> None:
         """It has ended. Called exactly once a request; *lease* is None where none was ever given."""
         ...
@@ -200,4 +207,8 @@ class Mover(Protocol):
 
     def granted(self, ticket: int, answer: Lease | Refusal | Page) -> None:
         """What a `Wait` was waiting for. Unknown tickets (withdrawn meanwhile) are given back by the mover."""
+        ...
+
+    def abandon(self, lease: int, refusal: Refusal) -> None:
+        """End what runs under *lease* with this answer (hung engine, preemption). Unknown leases have ended already."""
         ...

@@ -84,7 +84,7 @@ T = TypeVar("T")
 Steps = Generator[None, None, int]
 
 
-def layout(body: bytes) -> Layout:
+def layout(body: bytes | bytearray) -> Layout:
     """The layout, in one go: for bodies of up to about a megabyte. Raises `Malformed`."""
     return drain(steps(body))
 
@@ -99,7 +99,7 @@ def drain(generator: Generator[None, None, T]) -> T:
             return found
 
 
-def steps(body: bytes) -> Generator[None, None, Layout]:
+def steps(body: bytes | bytearray) -> Generator[None, None, Layout]:
     """The layout, yielding where the caller may want to do something else. Raises `Malformed`."""
     at = yield from _space(body, 0)
     if body[at : at + 1] != b"{":
@@ -140,14 +140,14 @@ def _decoded(raw: bytes, at: int) -> str:
         raise Malformed(f"the field's name at byte {at} is not valid") from None
 
 
-def _closed(body: bytes, close: int, fields: list[Field]) -> Generator[None, None, Layout]:
+def _closed(body: bytes | bytearray, close: int, fields: list[Field]) -> Generator[None, None, Layout]:
     end = yield from _space(body, close + 1)
     if end != len(body):
         raise Malformed(f"there is more after the object, at byte {end}")
     return Layout(tuple(fields), close)
 
 
-def _space(body: bytes, at: int) -> Steps:
+def _space(body: bytes | bytearray, at: int) -> Steps:
     """Where the white space that begins at *at* ends."""
     while True:
         found = _SPACE.match(body, at, at + STEP)
@@ -158,7 +158,7 @@ def _space(body: bytes, at: int) -> Steps:
         yield
 
 
-def _value(body: bytes, at: int) -> Steps:
+def _value(body: bytes | bytearray, at: int) -> Steps:
     """Where the value that begins at *at* ends."""
     byte = body[at] if at < len(body) else 0
     if byte == _QUOTE:
@@ -171,7 +171,7 @@ def _value(body: bytes, at: int) -> Steps:
     return scalar.end()
 
 
-def _string(body: bytes, at: int) -> Steps:
+def _string(body: bytes | bytearray, at: int) -> Steps:
     """Where the string ends, quote included, that is open at *at* (not within an escape)."""
     start = at
     for _ in range(NEAR):
@@ -195,15 +195,15 @@ def _string(body: bytes, at: int) -> Steps:
     raise Malformed("a string has no end")
 
 
-def _neutral(body: bytes, at: int) -> bytes:
+def _neutral(body: bytes | bytearray, at: int) -> bytes:
     """The window at *at* (not within an escape) with its escapes overwritten, so that every quote is a delimiter."""
-    window = body[at : at + STEP].replace(b"\\\\", b"__").replace(b'\\"', b"__")
+    window = bytes(body[at : at + STEP]).replace(b"\\\\", b"__").replace(b'\\"', b"__")
     if window.endswith(b"\\") and at + len(window) < len(body):
         return window[:-1]  # an escape cut in two belongs to the next window
     return window
 
 
-def _container(body: bytes, at: int) -> Steps:
+def _container(body: bytes | bytearray, at: int) -> Steps:
     """Where the object or array that begins at *at* ends."""
     depth, count = 0, 0
     limit = at + NEAR_BYTES

@@ -131,12 +131,14 @@ def peek(route: Route, body: bytes, *, allow_priority: bool = False) -> Peek | R
     return drain(_exact(SHAPES[route.shape], body, allow_priority))
 
 
-def peek_steps(route: Route, body: bytes, *, allow_priority: bool = False) -> Generator[None, None, Peek | Refusal]:
+def peek_steps(
+    route: Route, body: bytes | bytearray, *, allow_priority: bool = False
+) -> Generator[None, None, Peek | Refusal]:
     """The same for a body of any length, yielding every few hundred microseconds (10 ms at worst).
 
     What is inside the prompt of a body longer than `WHOLE` is not validated here; the engine does that.
     """
-    answer = _quick(SHAPES[route.shape], body, allow_priority) if len(body) <= WHOLE else None
+    answer = _quick(SHAPES[route.shape], bytes(body), allow_priority) if len(body) <= WHOLE else None
     if answer is None:
         answer = yield from _exact(SHAPES[route.shape], body, allow_priority)
     return answer
@@ -166,7 +168,7 @@ def _quick(row: _Row, body: bytes, allow_priority: bool) -> Peek | Refusal | Non
     return _peek(fields, _tokens(text, media), False, media, None)
 
 
-def _exact(row: _Row, body: bytes, allow_priority: bool) -> Generator[None, None, Peek | Refusal]:
+def _exact(row: _Row, body: bytes | bytearray, allow_priority: bool) -> Generator[None, None, Peek | Refusal]:
     """By the layout: every key is seen, and only the short fields are decoded."""
     try:
         found = yield from steps(body)
@@ -257,7 +259,7 @@ def _doubtful(fields: Any, rest: bytes, prompt: bytes, whole: bool) -> bool:
     )
 
 
-def _proven(body: bytes, found: Layout, row: _Row) -> Refusal | None:
+def _proven(body: bytes | bytearray, found: Layout, row: _Row) -> Refusal | None:
     """What only the layout tells: duplicates, and forbidden names that are a family."""
     seen = set()
     for field in found.fields:
@@ -309,7 +311,7 @@ def _not_allowed(fields: Any, allow_priority: bool) -> Refusal | None:
     return None
 
 
-def _window(body: bytes, at: int, stop: int) -> tuple[int, int, int]:
+def _window(body: bytes | bytearray, at: int, stop: int) -> tuple[int, int, int]:
     """Bytes of text and media items that begin in ``body[at:stop]``, and where the next window begins.
 
     Data (a ``data:`` URL, the value of a ``data`` key) is no text; it may reach far beyond *stop*.

@@ -13,7 +13,9 @@ from llmgw.openai.layout import Field, Layout, layout
 _ASKED = b'"stream_options":{"include_usage":true}'
 
 
-def rewrite(body: bytes, *, model: str | None = None, ask_usage: bool = False, found: Layout | None = None) -> bytes:
+def rewrite(
+    body: bytes | bytearray, *, model: str | None = None, ask_usage: bool = False, found: Layout | None = None
+) -> bytes:
     """*body* with the top-level ``model`` (added if absent) and/or ``stream_options.include_usage: true``.
 
     *found* is the body's layout where it is known already (`Peek.layout`). Raises `Malformed` if the body is not one
@@ -44,7 +46,7 @@ def rewrite(body: bytes, *, model: str | None = None, ask_usage: bool = False, f
     return b"".join([*parts, body[at:]])
 
 
-def _asking(body: bytes, options: Field) -> list[tuple[int, int, bytes]]:
+def _asking(body: bytes | bytearray, options: Field) -> list[tuple[int, int, bytes]]:
     """The cuts that make *options* (an object, or null) ask for usage."""
     value = body[options.value : options.end]
     if not value.startswith(b"{"):
