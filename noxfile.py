@@ -28,7 +28,9 @@ def lint(session: nox.Session) -> None:
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     sources = [str(p) for folder in ("llmgw", "sim", "tests") for p in Path(folder).rglob("*.py")]
-    session.run("flake8-async", "--enable", ASYNC_RULES, *sources, silent=True)
+    session.run(
+        "flake8-async", "--enable", ASYNC_RULES, "--startable-in-context-manager", "run,serve", *sources, silent=True
+    )
 
 
 @nox.session
