@@ -18,16 +18,16 @@ import ssl
 from collections import OrderedDict
 from collections.abc import AsyncIterable, Collection, Iterable
 from typing import Any, cast
+from urllib.parse import quote, urljoin, urlsplit
 
 import attrs
 import httpcore
-import httpx
 import trio
 
 from llmgw.errors import Refused
 from llmgw.net.world import Tcp, World
 from llmgw.pipeline.commands import Failed, FetchLimits, Media
-from llmgw.pipeline.media import MAX_REDIRECTS, PORTS, Network, check_url, may_dial, sniff
+from llmgw.pipeline.media import MAX_REDIRECTS, PORTS, SCHEMES, Network, check_url, may_dial, sniff
 
 FRESH = 300.0  # seconds: conversations send the same image with every turn; a picture that changes faster is rare
 CACHE = 256 << 20  # bytes of base64
@@ -169,7 +169,7 @@ class MediaClient:
         self._ports = ports
         self._opened = opened
         self._room = cache_bytes
-        self._tls = ssl_context or httpx.create_ssl_context(trust_env=False)
+        self._tls = ssl_context or ssl.create_default_context()
         self._cache: OrderedDict[Key, tuple[Media, float]] = OrderedDict()
         self._cached_bytes = 0
         self._flights: dict[Key, _Download] = {}
@@ -253,29 +253,17 @@ class MediaClient:
                 return _too_large(limits)
             except Refused as error:
                 return Failed(reason="bad_field", detail=error.refusal.message)
-            except (httpcore.NetworkError, httpcore.ProtocolError, httpx.InvalidURL, ValueError) as error:
+            except (httpcore.NetworkError, httpcore.ProtocolError, ValueError) as error:
                 return Failed(reason="phase_failed", detail=f"{type(error).__name__}: {error}"[:200])
 
     async def _hops(self, pool: httpcore.AsyncConnectionPool, url: str, limits: FetchLimits) -> Media | Failed:
         for _ in range(MAX_REDIRECTS + 1):
-            check_url(url, limits.domains, self._ports)
-            target = httpx.URL(url)
-            request = httpcore.Request(
-                "GET",
-                httpcore.URL(scheme=target.raw_scheme, host=target.raw_host, port=target.port, target=target.raw_path),
-                headers=[
-                    (b"Host", target.netloc),
-                    (b"User-Agent", b"llmgw"),
-                    (b"Accept", b"image/*"),
-                    (b"Accept-Encoding", b"identity"),
-                    (b"Connection", b"close"),
-                ],
-            )
+            request = _request(url, *check_url(url, limits.domains, self._ports))
             response = await pool.handle_async_request(request)
             try:
                 headers = {name.lower(): value for name, value in reversed(response.headers)}
                 if response.status in (301, 302, 303, 307, 308) and b"location" in headers:
-                    url = str(target.join(headers[b"location"].decode("ascii")))
+                    url = urljoin(url, headers[b"location"].decode("ascii"))
                     continue
                 if response.status != 200:
                     return Failed(reason="phase_failed", status=None, detail=f"HTTP {response.status}")
@@ -337,3 +325,26 @@ class MediaClient:
 
 def _too_large(limits: FetchLimits) -> Failed:
     return Failed(reason="bad_field", detail=f"a medium is larger than {limits.max_bytes} bytes")
+
+
+def _request(url: str, scheme: str, host: str, port: int) -> httpcore.Request:
+    """A GET of *url* with nothing of the client in it. Raises ValueError (UnicodeError) for a host that is no name."""
+    parts = urlsplit(url)
+    name = host.encode("ascii") if ":" in host else host.encode("idna")
+    target = quote(parts.path or "/", safe="/%:@!$&'()*+,;=~-._")
+    if parts.query:
+        target += "?" + quote(parts.query, safe="/%:@!$&'()*+,;=~-._?")
+    host_field = b"[%s]" % name if b":" in name else name
+    if port != SCHEMES[scheme]:
+        host_field += b":%d" % port
+    return httpcore.Request(
+        "GET",
+        httpcore.URL(scheme=scheme.encode(), host=name, port=port, target=target.encode()),
+        headers=[
+            (b"Host", host_field),
+            (b"User-Agent", b"llmgw"),
+            (b"Accept", b"image/*"),
+            (b"Accept-Encoding", b"identity"),
+            (b"Connection", b"close"),
+        ],
+    )

@@ -136,6 +136,14 @@ async def test_an_image() -> None:
         assert b"cookie" not in head.lower()
 
 
+async def test_names_and_paths_beyond_ascii() -> None:
+    site = Site({"/b%C3%BCcher%20neu?q=%C3%A9": answer()})
+    async with town(site) as (world, client):
+        world.names["xn--mnchen-3ya.example"] = [[WEB]]
+        assert isinstance(await get(client, "http://münchen.example:8080/bücher%20neu?q=é"), Media)
+        assert b"Host: xn--mnchen-3ya.example:8080\r\n" in site.requests[0]
+
+
 async def test_the_environments_proxy_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
