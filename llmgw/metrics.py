@@ -18,6 +18,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector, CollectorRegistry
 
 from llmgw import __version__
+from llmgw.openai import routes
 from llmgw.request import Outcome
 
 TTFT_BOUNDS = (
@@ -37,10 +38,7 @@ queue is mostly shorter than the 0.3 s with which E2E's begin."""
 OTHER = "other"
 MODELS = 1024  # series by model; a catalogue of more is cut, not refused
 
-ROUTES = frozenset({
-    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings", "/v1/models",
-    "/health", "/healthz", "/readyz",
-})  # fmt: skip
+ROUTES = {route.path for route in routes.TABLE}
 STATUSES = frozenset({200, 400, 401, 403, 404, 405, 408, 413, 415, 422, 429, 431, 499, 500, 502, 503, 504})
 
 
@@ -159,7 +157,10 @@ class Metrics(Collector):
             model = OTHER
             slot = self._models[OTHER]
         status = outcome.status if outcome.status in STATUSES else outcome.status // 100 * 100
-        route = outcome.route if outcome.route in ROUTES else OTHER
+        route = outcome.route
+        if route not in ROUTES:
+            found = routes.find(route)
+            route = found.path if found else OTHER
         labels = (route, model, status, outcome.reason)
         self._outcomes[labels] = self._outcomes.get(labels, 0) + 1
         self.bytes_in += outcome.bytes_in

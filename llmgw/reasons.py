@@ -122,6 +122,15 @@ TABLE: tuple[Reason, ...] = (
         "Use a model that the key allows, or extend the key.",
     ),
     _r(
+        "admin_forbidden",
+        "http",
+        403,
+        DENIED,
+        None,
+        "The admin port was asked under a name that is not its own, or by a web page.",
+        "Use 127.0.0.1, localhost or the Unix socket, or add the name to `admin.hosts`.",
+    ),
+    _r(
         "unknown_path",
         "http",
         404,

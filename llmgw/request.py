@@ -94,6 +94,7 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
     usage: Literal["count", "ask"] = "count"
     attempt: int = 1  # 1 for the first; a retry is a new lease with the next number
     decision: str = ""  # key of the recorded decision, for explain
+    poison: tuple[int, ...] = ()  # digests of bodies of this length that kill engines: a match is a Failure "poison"
 
 
 class Wait(msgspec.Struct, frozen=True, gc=False):
@@ -124,7 +125,7 @@ class Page(msgspec.Struct, frozen=True, kw_only=True):
 class Failure(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Why an attempt ended before the first byte went to the client. The brain decides whether another follows."""
 
-    reason: str  # connect_failed, upstream_closed, upstream_protocol, idle_timeout, or no_endpoint for a 503/429 said by the engine
+    reason: str  # connect_failed, upstream_closed, upstream_protocol, idle_timeout, poison, or no_endpoint for a 503/429 said by the engine
     status: int | None = None  # what the engine said, if it said anything
     retry_after: float | None = None  # seconds, the engine's own
     reused: bool = False  # it happened on a pooled connection, before any byte of an answer

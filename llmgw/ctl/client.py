@@ -1,0 +1,71 @@
+"""The client of the admin API: the only way in which `llmgw ctl` learns or changes anything."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+
+from llmgw.errors import LlmgwError, Unavailable
+
+DEFAULT = "http://127.0.0.1:9090"
+SECONDS = 10.0  # the admin API answers from memory; more means that something is wrong
+
+
+class Failed(LlmgwError):
+    """The server said no. *code* is a reason of docs/reasons.md."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class AdminClient:
+    """*server*: ``http://HOST:PORT`` or ``unix:/path``."""
+
+    def __init__(self, server: str = DEFAULT) -> None:
+        self._server = server
+        if server.startswith("unix:"):
+            path = server[5:]
+            transport = httpx.HTTPTransport(uds="\0" + path[1:] if path.startswith("@") else path)
+            self._http = httpx.Client(base_url="http://localhost", transport=transport, timeout=SECONDS)
+        else:
+            url = server if "://" in server else f"http://{server}"
+            self._http = httpx.Client(base_url=url, timeout=SECONDS, trust_env=False)
+
+    def __enter__(self) -> AdminClient:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._http.close()
+
+    def get(self, *path: str) -> dict[str, Any]:
+        """The object at /api/v1/PATH. Raises Unavailable or Failed."""
+        return self._ask("GET", path)
+
+    def post(self, *path: str) -> dict[str, Any]:
+        """Do something, and what came of it. Raises Unavailable or Failed."""
+        return self._ask("POST", path)
+
+    def _ask(self, method: str, path: tuple[str, ...]) -> dict[str, Any]:
+        try:
+            answer = self._http.request(method, "/api/v1/" + "/".join(quote(part, safe="/") for part in path))
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise Unavailable(
+                f"no answer from the admin port at {self._server}: {error}; does `llmgw server` run there? (--server, LLMGW_SERVER)"
+            ) from error
+        try:
+            body = answer.json()
+        except ValueError as error:
+            raise Unavailable(f"{self._server} is no llmgw admin port: it does not answer in JSON") from error
+        if not isinstance(body, dict):
+            raise Unavailable(f"{self._server} is no llmgw admin port: it does not answer with an object")
+        if answer.status_code >= 400:
+            told = body.get("error")
+            known = told if isinstance(told, dict) else {}
+            raise Failed(str(known.get("code", "")), str(known.get("message", f"status {answer.status_code}")))
+        return body

@@ -1,0 +1,243 @@
+"""The admin port: metrics, health, debugging, and the API that `llmgw ctl` is a client of.
+
+    GET  /metrics  /health  /readyz  /debug/tasks  /debug/profile?seconds=5
+    GET  /api/v1/endpoints[/NAME]    POST /api/v1/endpoints/NAME/drain|undrain    GET /api/v1/models[/NAME]
+
+Objects have a `kind`, lists have `kind`, `revision` and `items`, errors are those of the reasons table. Whoever reaches
+this port may use it, so it answers only to names that a browser cannot be tricked into (loopback, a configured host), and
+to nothing that a web page sends (`Origin`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+import trio
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from llmgw import reasons
+from llmgw.metrics import Metrics, page
+from llmgw.server.brain import Brain
+from llmgw.server.fleet import Place
+from llmgw.server.inspect import LONGEST, Profiler, task_tree
+
+LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]", "::1"})
+
+
+class Problem(Exception):
+    """Ends a request of the admin API with a reason."""
+
+    def __init__(self, reason: str, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.param = param
+
+
+def problem(reason: str, message: str, param: str | None = None) -> Response:
+    """The answer for *reason*."""
+    row = reasons.get(reason)
+    error = {"message": message, "type": row.type, "param": param, "code": row.code}
+    return JSONResponse({"error": error}, row.status)
+
+
+class Guard:
+    """Refuses what a web page in somebody's browser could send."""
+
+    def __init__(self, app: ASGIApp, hosts: Iterable[str]) -> None:
+        self._app = app
+        self._hosts = LOOPBACK | {h.lower() for h in hosts}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        headers = dict(scope["headers"])
+        host = headers.get(b"host", b"").decode("latin-1").lower()
+        name = host.rpartition(":")[0] if ":" in host and not host.endswith("]") else host
+        peer = scope.get("state", {}).get("peer")
+        local = peer is not None and peer.kind == "unix"  # a browser cannot get there
+        if b"origin" in headers:
+            answer = problem("admin_forbidden", "The admin port answers no web pages (Origin).")
+        elif not local and name not in self._hosts:
+            answer = problem(
+                "admin_forbidden", f"The admin port does not answer to host {name[:100]!r}; see admin.hosts."
+            )
+        else:
+            await self._app(scope, receive, send)
+            return
+        await answer(scope, receive, send)
+
+
+def describe(place: Place, now: float) -> dict[str, Any]:
+    """An endpoint as the API shows it. Its key is not shown, only where it is kept."""
+    found: dict[str, Any] = {"kind": "endpoint"}
+    found |= msgspec.to_builtins(place.endpoint)
+    found["phases"] = sorted(place.endpoint.phases)
+    found["fabrics"] = sorted(place.endpoint.fabrics)
+    health = place.health
+    found["health"] = {"state": health.state, "seconds": round(now - health.since, 3), "why": health.why}
+    found["inflight"] = place.inflight
+    found["prefill_tokens"] = place.prefill_tokens
+    found["decode_tokens"] = place.decode_tokens
+    found["requests"] = place.slot.requests
+    found["failures"] = place.slot.failures
+    return found
+
+
+def models(places: Iterable[Place]) -> list[dict[str, Any]]:
+    """All models, with who serves them."""
+    found: dict[str, dict[str, Any]] = {}
+    for place in places:
+        for model in place.endpoint.models:
+            entry = found.setdefault(
+                model.name,
+                {
+                    "kind": "model",
+                    "name": model.name,
+                    "aliases": [],
+                    "loras": [],
+                    "max_model_len": None,
+                    "endpoints": [],
+                    "serving": 0,
+                },
+            )
+            entry["aliases"] = sorted({*entry["aliases"], *model.aliases})
+            entry["loras"] = sorted({*entry["loras"], *model.loras})
+            lengths = [n for n in (entry["max_model_len"], model.max_model_len) if n is not None]
+            entry["max_model_len"] = min(lengths, default=None)
+            entry["endpoints"].append(place.endpoint.name)
+            entry["serving"] += place.health.serving
+    return [found[name] for name in sorted(found)]
+
+
+class Admin:
+    """The app's handlers."""
+
+    def __init__(self, brain: Brain, metrics: Metrics, clock: Callable[[], float]) -> None:
+        self._brain = brain
+        self._fleet = brain.fleet
+        self._metrics = metrics
+        self._clock = clock
+        self._profiler = Profiler()
+
+    def app(self, hosts: Iterable[str] = ()) -> ASGIApp:
+        """*hosts*: names that it answers to besides loopback."""
+        api = "/api/v1"
+        routes = [
+            Route("/metrics", self.metrics),
+            Route("/health", self.health),
+            Route("/readyz", self.readyz),
+            Route("/debug/tasks", self.tasks),
+            Route("/debug/profile", self.profile),
+            Route(api + "/endpoints", self.endpoints),
+            Route(api + "/endpoints/{name}", self.endpoint),
+            Route(api + "/endpoints/{name}/{action:str}", self.drain, methods=["POST"]),
+            Route(api + "/models", self.models),
+            Route(api + "/models/{name:path}", self.model),
+        ]
+        made = Starlette(
+            routes=routes,
+            exception_handlers={
+                Problem: _show_problem,
+                HTTPException: _show_http,
+                Exception: _show_bug,
+            },
+        )
+        return Guard(made, hosts)
+
+    async def metrics(self, request: Request) -> Response:
+        await trio.lowlevel.checkpoint()
+        body, kind = page(self._metrics)
+        return Response(body, media_type=kind)
+
+    async def health(self, request: Request) -> Response:
+        await trio.lowlevel.checkpoint()
+        return Response()
+
+    async def readyz(self, request: Request) -> Response:
+        await trio.lowlevel.checkpoint()
+        return Response(status_code=200 if self._brain.ready else 503)
+
+    async def tasks(self, request: Request) -> Response:
+        await trio.lowlevel.checkpoint()
+        return PlainTextResponse(task_tree())
+
+    async def profile(self, request: Request) -> Response:
+        text = request.query_params.get("seconds", "5")
+        try:
+            seconds = float(text)
+        except ValueError:
+            seconds = -1.0
+        if not 0 < seconds <= LONGEST:
+            raise Problem("bad_field", f"seconds={text[:20]!r}: write a number up to {LONGEST:g}.", "seconds")
+        if self._profiler.busy:
+            raise Problem("concurrency", "A profile is being made; wait until it is done.")
+        return PlainTextResponse(await self._profiler.run(seconds))
+
+    def _place(self, name: str) -> Place:
+        for place in self._fleet.places.values():
+            if place.endpoint.name == name:
+                return place
+        raise Problem("unknown_path", f"There is no endpoint {name[:100]!r}.")
+
+    def _list(self, kind: str, items: list[dict[str, Any]]) -> Response:
+        return JSONResponse({"kind": kind, "revision": self._fleet.revision, "items": items})
+
+    async def endpoints(self, request: Request) -> Response:
+        await trio.lowlevel.checkpoint()
+        now = self._clock()
+        return self._list("endpoints", [describe(p, now) for p in self._fleet.places.values()])
+
+    async def endpoint(self, request: Request) -> Response:
+        await trio.lowlevel.checkpoint()
+        return JSONResponse(describe(self._place(request.path_params["name"]), self._clock()))
+
+    async def drain(self, request: Request) -> Response:
+        await trio.lowlevel.checkpoint()
+        place, action = self._place(request.path_params["name"]), request.path_params["action"]
+        if action == "drain":
+            self._fleet.happened(place, "drain")
+        elif action == "undrain":
+            self._fleet.happened(place, "undrain")
+        else:
+            raise Problem("unknown_path", f"An endpoint has no action {action[:100]!r}; there are: drain, undrain.")
+        return JSONResponse(describe(place, self._clock()))
+
+    async def models(self, request: Request) -> Response:
+        await trio.lowlevel.checkpoint()
+        return self._list("models", models(self._fleet.places.values()))
+
+    async def model(self, request: Request) -> Response:
+        await trio.lowlevel.checkpoint()
+        name = request.path_params["name"]
+        for model in models(self._fleet.places.values()):
+            if name == model["name"] or name in model["aliases"] or name in model["loras"]:
+                return JSONResponse(model)
+        raise Problem("model_not_found", f"There is no model {name[:100]!r}.")
+
+
+async def _show_problem(request: Request, error: Exception) -> Response:
+    await trio.lowlevel.checkpoint()
+    assert isinstance(error, Problem)
+    return problem(error.reason, str(error), error.param)
+
+
+async def _show_http(request: Request, error: Exception) -> Response:
+    await trio.lowlevel.checkpoint()
+    assert isinstance(error, HTTPException)
+    if error.status_code == 405:
+        answer = problem("method_not_allowed", f"{request.method} is not allowed here.")
+        answer.headers.update(error.headers or {})
+        return answer
+    return problem("unknown_path", f"The admin port has no {request.url.path[:100]!r}.")
+
+
+async def _show_bug(request: Request, error: Exception) -> Response:
+    await trio.lowlevel.checkpoint()
+    return problem("internal", "A fault of the gateway; its log says more.")

@@ -1,0 +1,393 @@
+"""The deciding end of the server: admits requests, decides on retries, settles outcomes. Synchronous, no sockets.
+
+    admit ─► page │ refusal │ lease ──retry──► lease │ refusal          (the same entry, the next attempt)
+                              └─────────────settle, once────────────► hooks, metrics, log, health
+
+Invariants
+- An entry exists from the lease until its settlement, under the ids of all its attempts; what it holds (the endpoint's
+  ledger, the reservation) is released by `settle` and nowhere else.
+- A reservation without a lease is settled at once: the mover cannot know of it.
+- Settling what is not open is a fault of ours: logged and counted, never raised.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import attrs
+
+from llmgw import reasons
+from llmgw.config import ModelPolicy, Server
+from llmgw.hooks import Anonymous, Hooks
+from llmgw.logs import Log
+from llmgw.metrics import Metrics
+from llmgw.openai.models import Merged, merge
+from llmgw.request import Failure, InferenceRequest, Lease, Limits, Outcome, Page, Phase, Principal, Refusal
+from llmgw.routing.roundrobin import RoundRobin
+from llmgw.server.fleet import Fleet, Place
+from llmgw.server.health import Event
+from llmgw.server.retries import Poison, RetryBudget
+
+EXPECTED_TOKENS = 256
+"""Completion tokens that are expected of a request that names no limit: the median of public chat traces is below it."""
+
+HEALTHY, UNHEALTHY = Page(), Page(status=503)
+
+
+@attrs.define(eq=False, slots=True)
+class _Entry:
+    """One admitted request."""
+
+    request: InferenceRequest
+    principal: Principal
+    reservation: int
+    model: str  # that its name means
+    lease: Lease
+    place: Place
+    phases: tuple[Phase, ...]
+    expected: int  # completion tokens
+    prefill: int  # tokens that the place's ledger holds for it
+    decode: int
+    tried: list[str]  # endpoint ids
+    ids: list[int]  # of its leases
+    reused: bool = False  # the one retry after a dead pooled connection is spent
+
+
+@attrs.frozen
+class _Model:
+    """What is the same for all requests of a model."""
+
+    limits: Limits
+    policy: ModelPolicy
+
+
+class Brain:
+    """Implements `llmgw.request.Brain`."""
+
+    def __init__(
+        self,
+        config: Server,
+        fleet: Fleet,
+        metrics: Metrics,
+        log: Log,
+        clock: Callable[[], float],
+        *,
+        created: float = 0.0,
+        hooks: Hooks | None = None,
+    ) -> None:
+        """*created*: Unix seconds, what `/v1/models` says of every model."""
+        self.fleet = fleet
+        self.hooks: Hooks = hooks or Anonymous()
+        self.draining = False
+        self._config = config
+        self._metrics = metrics
+        self._log = log
+        self._clock = clock
+        self._created = int(created)
+        self._ids = itertools.count(1)
+        self._entries: dict[int, _Entry] = {}
+        self._models: dict[str, _Model] = {}
+        self._merged = Merged(b"", {})
+        self._budget = RetryBudget()
+        self._poison = Poison()
+        self._router = RoundRobin()
+        fleet.listeners.append(self._renew)
+        self._renew()
+
+    def _renew(self) -> None:
+        """The set of endpoints or models has changed."""
+        fleet = self.fleet
+        self._merged = merge((p.endpoint for p in fleet.places.values()), created=self._created)
+        names = dict.fromkeys((*self._config.models, *fleet.models.values()))
+        self._metrics.keep_models(names)
+        self._models = {
+            name: _Model(self._config.limits_of(name), self._config.models.get(name) or ModelPolicy()) for name in names
+        }
+
+    @property
+    def inflight(self) -> int:
+        """Requests that have a lease."""
+        return len({id(e) for e in self._entries.values()})
+
+    # -- in ------------------------------------------------------------------------------------------------------
+
+    def admit(self, request: InferenceRequest) -> Lease | Refusal | Page:
+        """identify → model → reserve → decide."""
+        route = request.head.route
+        if not route.startswith("/v1/"):
+            return self._health_page(route)
+        principal = self.hooks.identify(request.head)
+        if isinstance(principal, Refusal):
+            return principal
+        if route == "/v1/models" or route.startswith("/v1/models/"):
+            return self._models_page(route.removeprefix("/v1/models")[1:])
+        if self.draining:
+            return Refusal(reason="draining", message="This server is shutting down; ask another, or again shortly.")
+        model = self._model(request.model)
+        if isinstance(model, Refusal):
+            return model
+        decode = min(request.max_tokens or EXPECTED_TOKENS, EXPECTED_TOKENS) * max(request.n, 1)
+        reservation = self.hooks.reserve(principal, request, request.prompt_tokens + decode)
+        if isinstance(reservation, Refusal):
+            return reservation
+        self._budget.request(self._clock())
+        chosen = self._decide(model, ())
+        if isinstance(chosen, Refusal):
+            self._give_back(reservation, request, principal, chosen)
+            return chosen
+        place, phases = chosen
+        lease = self._lease(request, model, place, phases, 1)
+        entry = _Entry(
+            request,
+            principal,
+            reservation,
+            model,
+            lease,
+            place,
+            phases,
+            decode,
+            request.prompt_tokens,
+            decode,
+            [place.endpoint.id],
+            [lease.id],
+        )
+        self._entries[lease.id] = entry
+        self.fleet.take(place, entry.prefill, entry.decode)
+        return lease
+
+    def _model(self, asked: str) -> str | Refusal:
+        """The model that *asked* means."""
+        models = self.fleet.models
+        found = models.get(asked)
+        if found is not None:
+            return found
+        if not asked:
+            known = set(models.values())
+            if len(known) == 1:
+                return known.pop()
+            return Refusal(reason="bad_field", param="model", message=f"Name a model: {_some(sorted(known))}.")
+        for name, policy in self._config.models.items():
+            if asked == name or asked in policy.aliases:
+                return name  # configured, and nobody serves it: routing says so
+        if any(not p.endpoint.models for p in self.fleet.places.values()):
+            return Refusal(
+                reason="none_healthy",
+                message=f"Not every endpoint has said yet which models it serves; {asked!r} may be among them.",
+            )
+        return Refusal(
+            reason="model_not_found",
+            param="model",
+            message=f"No endpoint serves {_short(asked)!r}; there are: {_some(sorted(models))}.",
+        )
+
+    def _decide(self, model: str, tried: tuple[str, ...]) -> tuple[Place, tuple[Phase, ...]] | Refusal:
+        decision = self._router.pick(self.fleet.snapshot(), model, tried)
+        if isinstance(decision, Refusal):
+            return decision
+        return self.fleet.places[decision.endpoint.id], decision.phases
+
+    def _lease(
+        self, request: InferenceRequest, model: str, place: Place, phases: tuple[Phase, ...], attempt: int
+    ) -> Lease:
+        shared = self._models[model]
+        return Lease(
+            id=next(self._ids),
+            request_id=request.id,
+            target=self.fleet.target(place, request.model),
+            phases=phases,
+            limits=shared.limits,
+            usage=shared.policy.usage,
+            attempt=attempt,
+            poison=self._poison.of_length(request.body_bytes, self._clock()),
+        )
+
+    def _give_back(self, reservation: int, request: InferenceRequest, principal: Principal, refusal: Refusal) -> None:
+        if reservation:
+            self.hooks.settle(
+                reservation,
+                Outcome(
+                    request_id=request.id,
+                    route=request.head.route,
+                    status=reasons.get(refusal.reason).status,
+                    reason=refusal.reason,
+                    model=request.model,
+                    principal=principal.name,
+                    flow=principal.flow,
+                ),
+            )
+
+    # -- pages ---------------------------------------------------------------------------------------------------
+
+    @property
+    def ready(self) -> bool:
+        """Whether an endpoint can serve, and requests are let in."""
+        return not self.draining and any(True for _ in self.fleet.serving())
+
+    def _health_page(self, route: str) -> Page:
+        """`/health`, `/healthz`: this process lives. `/readyz`: send it requests."""
+        if route != "/readyz":
+            return HEALTHY
+        return HEALTHY if self.ready else UNHEALTHY
+
+    def _models_page(self, model: str) -> Page | Refusal:
+        if not model:
+            return Page(body=self._merged.list)
+        body = self._merged.by_id.get(model)
+        if body is None:
+            return Refusal(reason="model_not_found", param="model", message=f"There is no model {_short(model)!r}.")
+        return Page(body=body)
+
+    # -- meanwhile -----------------------------------------------------------------------------------------------
+
+    def retry(self, lease: int, failure: Failure) -> Lease | Refusal:
+        """The attempt of *lease* failed before the client saw anything."""
+        entry = self._entries.get(lease)
+        now = self._clock()
+        if entry is None or entry.lease.id != lease:
+            return self._bug(f"retry of lease {lease}, which is not open")
+        place = entry.place
+        refusal = self._account(entry, failure, now)
+        if refusal is not None:
+            return refusal
+        again = ""
+        if failure.reason == "upstream_closed" and failure.reused and not entry.reused:
+            entry.reused = True
+            again = place.endpoint.id  # nothing says that the endpoint is bad: its idle connection was old
+        elif not (failure.reason == "connect_failed" or failure.status in (429, 503) or not failure.started):
+            return self._last(entry, failure)
+        tried = tuple(t for t in entry.tried if t != again)
+        chosen = self._decide(entry.model, tried)
+        if isinstance(chosen, Refusal) or not self._budget.take(now):
+            return self._last(entry, failure)
+        self.fleet.release(place, entry.prefill, entry.decode)
+        entry.prefill, entry.decode = entry.request.prompt_tokens, entry.expected
+        entry.place, entry.phases = chosen
+        self.fleet.take(entry.place, entry.prefill, entry.decode)
+        if entry.place.endpoint.id not in entry.tried:
+            entry.tried.append(entry.place.endpoint.id)
+        entry.lease = self._lease(entry.request, entry.model, entry.place, entry.phases, entry.lease.attempt + 1)
+        entry.ids.append(entry.lease.id)
+        self._entries[entry.lease.id] = entry
+        self._metrics.retried(failure.reason)
+        return entry.lease
+
+    def _account(self, entry: _Entry, failure: Failure, now: float) -> Refusal | None:
+        """What the failure says about the endpoint and about the body."""
+        place = entry.place
+        if failure.reason == "poison":
+            return _poisoned()
+        if failure.status is None and not failure.reused:
+            place.slot.failures += 1
+            event: Event = "connect_failed" if failure.reason == "connect_failed" else "broke"
+            self.fleet.happened(place, event, failure.reason)
+        if failure.reason == "upstream_closed" and failure.started and not failure.reused and failure.body_digest:
+            length = entry.request.body_bytes
+            if self._poison.closed(failure.body_digest, length, place.endpoint.id, now):
+                self._log.event(
+                    "body_poisoned",
+                    "error",
+                    digest=f"{failure.body_digest:016x}",
+                    request_id=entry.request.id,
+                    endpoint=place.endpoint.name,
+                )
+                return _poisoned()
+        return None
+
+    def _last(self, entry: _Entry, failure: Failure) -> Refusal:
+        """No further attempt: what the client is told."""
+        name = entry.place.endpoint.name
+        said = {
+            "connect_failed": f"Endpoint {name} cannot be connected to",
+            "upstream_closed": f"Endpoint {name} closed the connection before it answered",
+            "upstream_protocol": f"Endpoint {name} did not answer in HTTP",
+            "idle_timeout": f"Endpoint {name} sent nothing for {entry.lease.limits.idle:g} s",
+            "no_endpoint": f"Endpoint {name} said {failure.status}",
+        }.get(failure.reason, f"Endpoint {name} failed ({failure.reason})")
+        attempts = entry.lease.attempt
+        tail = f", the last of {attempts} attempts" if attempts > 1 else ""
+        return Refusal(
+            reason=failure.reason,
+            message=said + tail + ".",
+            retry_after=failure.retry_after,
+            filter="engine" if failure.reason == "no_endpoint" else "",
+        )
+
+    def progress(self, lease: int, tokens: int) -> None:
+        """The engine gave tokens: its prompt is done, and it lives."""
+        entry = self._entries.get(lease)
+        if entry is None:
+            return
+        entry.place.alive = self._clock()
+        left = max(entry.expected - tokens, 0)
+        self.fleet.change(entry.place, -entry.prefill, left - entry.decode)
+        entry.prefill, entry.decode = 0, left
+        self.hooks.progress(entry.reservation, tokens)
+
+    # -- out -----------------------------------------------------------------------------------------------------
+
+    def withdraw(self, ticket: int, outcome: Outcome) -> None:
+        """Nothing waits yet, so nothing but the outcome is to be accounted."""
+        self.settle(None, outcome)
+
+    def settle(self, lease: int | None, outcome: Outcome) -> None:
+        """It has ended."""
+        if lease is None:
+            self._finish(outcome, outcome.model, "")
+            return
+        entry = self._entries.get(lease)
+        if entry is None:
+            self._bug(f"settlement of lease {lease}, which is not open", outcome.request_id)
+            return
+        for each in entry.ids:
+            del self._entries[each]
+        place = entry.place
+        self.fleet.release(place, entry.prefill, entry.decode)
+        outcome.principal, outcome.flow = entry.principal.name, entry.principal.flow
+        outcome.band, outcome.profile = entry.request.band, entry.request.profile
+        outcome.served = entry.lease.target.model or entry.request.model
+        outcome.attempts = entry.lease.attempt
+        outcome.endpoints = dict.fromkeys(entry.phases, place.endpoint.id)
+        self._judge(place, outcome)
+        try:
+            self.hooks.settle(entry.reservation, outcome)
+        finally:
+            self._finish(outcome, entry.model, place.endpoint.name)
+
+    def _judge(self, place: Place, outcome: Outcome) -> None:
+        """What the end says about the endpoint. Failures before the first byte were judged by `retry`."""
+        if outcome.first is None:
+            return
+        if not outcome.reason:
+            if (outcome.upstream_status or 200) < 500:
+                self.fleet.happened(place, "served")
+        elif outcome.reason in ("upstream_closed", "upstream_protocol", "idle_timeout"):
+            place.slot.failures += 1
+            self.fleet.happened(place, "broke", outcome.reason)
+
+    def _finish(self, outcome: Outcome, model: str, endpoint: str) -> None:
+        self._metrics.settled(outcome, self.fleet.models.get(model, model))
+        if outcome.route.startswith("/v1/") or outcome.reason:  # health checks would drown everything else
+            self._log.request(outcome, endpoint)
+
+    def _bug(self, what: str, request_id: str = "") -> Refusal:
+        self._metrics.bugs += 1
+        self._log.event("bug", "error", message=what, request_id=request_id)
+        return Refusal(reason="internal", message="A fault of the gateway; its log says more.")
+
+
+def _poisoned() -> Refusal:
+    return Refusal(
+        reason="poison",
+        message="This very body made two engines close without an answer; it is refused for 10 minutes.",
+    )
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= 100 else name[:99] + "…"
+
+
+def _some(names: list[str]) -> str:
+    """At most ten of them: an answer is no catalogue."""
+    text = ", ".join(map(_short, names[:10])) or "none"
+    return text + (f" and {len(names) - 10} more" if len(names) > 10 else "")

@@ -1,0 +1,399 @@
+"""What the brain answers, what it holds meanwhile, and that all of it is given back, once."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmgw.request import Failure, Head, InferenceRequest, Lease, Outcome, Page, Principal, Refusal
+from tests.server.worlds import bench
+
+TWO = ("a=http://a:1=m", "b=http://b:1=m")
+
+
+def refusal(found: Any, reason: str) -> Refusal:
+    assert isinstance(found, Refusal), found
+    assert found.reason == reason, found
+    return found
+
+
+# -- admission -----------------------------------------------------------------------------------------------------
+
+
+def test_turn_by_turn_among_the_healthy() -> None:
+    one = bench(*TWO, "c=http://c:1=m")
+    one.ready("a", "c")
+    assert [one.lease().target.name for _ in range(4)] == ["a", "c", "a", "c"]
+    one.ready("b")
+    assert {one.lease().target.name for _ in range(3)} == {"a", "b", "c"}
+
+
+def test_a_lease_says_all_that_a_mover_needs(tmp_path: Any) -> None:
+    one = bench(
+        text="""
+endpoints:
+  - {name: a, url: 'https://gpu-1/prefix/', models: [{name: real, aliases: [near]}], api_key_file: /k}
+  - {name: b, url: 'unix:/run/e.sock', models: [other]}
+models:
+  real: {aliases: [gpt], usage: ask, timeouts: {idle: 7s}}
+""",
+        read_key=lambda path: f"key of {path}",
+    )
+    one.ready()
+    lease = one.lease("gpt")
+    assert msgspec.to_builtins(lease.target) == {
+        "endpoint": "a@https://gpu-1/prefix/",
+        "name": "a",
+        "address": "tcp:gpu-1:443",
+        "host": "gpu-1",
+        "path": "/prefix",
+        "tls": True,
+        "headers": (("authorization", "Bearer key of /k"),),
+        "model": "real",
+    }
+    assert (lease.limits.idle, lease.limits.connect, lease.usage, lease.attempt) == (7.0, 5.0, "ask", 1)
+    assert "key" not in repr(lease)
+    assert one.lease("near").target.model == "real"
+    assert one.lease("real").target.model == ""
+    other = one.lease("other")
+    assert (other.target.address, other.target.host, other.usage) == ("unix:/run/e.sock", "localhost", "count")
+
+
+@pytest.mark.parametrize(
+    ("url", "address", "host"),
+    [
+        ("http://gpu:8000", "tcp:gpu:8000", "gpu:8000"),
+        ("http://gpu", "tcp:gpu:80", "gpu"),
+        ("http://[::1]:8000/v", "tcp:[::1]:8000", "[::1]:8000"),
+        ("https://[::1]", "tcp:[::1]:443", "[::1]"),
+    ],
+)
+def test_addresses(url: str, address: str, host: str) -> None:
+    one = bench(f"a={url}=m")
+    one.ready()
+    target = one.lease().target
+    assert (target.address, target.host) == (address, host)
+
+
+def test_refusals_name_what_is_wrong() -> None:
+    one = bench(*TWO, "p=http://p:1=split,phases=prefill", text="models: {absent: {aliases: [gone]}}\n")
+    assert "None of the 2 endpoints" in refusal(one.admit(), "none_healthy").message
+    one.ready()
+    found = refusal(one.admit("x" * 500), "model_not_found")
+    assert len(found.message) < 200
+    assert found.param == "model"
+    assert found.message.endswith("there are: m, split.")
+    assert refusal(one.admit("absent"), "no_endpoint").filter == "model"
+    assert refusal(one.admit("gone"), "no_endpoint").filter == "model"
+    assert refusal(one.admit("split"), "no_endpoint").filter == "phases"
+    assert "m, split" in refusal(one.admit(""), "bad_field").message
+    one.brain.draining = True
+    refusal(one.admit(), "draining")
+
+
+def test_a_request_without_a_model_gets_the_only_one() -> None:
+    one = bench(*TWO)
+    one.ready()
+    assert one.lease("").target.model == ""
+
+
+def test_a_model_may_be_unknown_because_an_engine_has_not_said_yet() -> None:
+    one = bench("a=http://a:1=m", "b=http://b:1")
+    one.ready("a")
+    refusal(one.admit("other"), "none_healthy")
+
+
+def test_an_endpoint_has_no_more_requests_than_it_may() -> None:
+    one = bench(text="endpoints: [{name: a, url: 'http://a:1', models: [m], max_concurrency: 2}]\n")
+    one.ready()
+    first, _ = one.lease(), one.lease()
+    assert refusal(one.admit(), "no_endpoint").filter == "concurrency"
+    one.settle(first)
+    one.lease()
+
+
+def test_a_degraded_endpoint_is_used_when_no_other_is_left() -> None:
+    one = bench(*TWO)
+    one.ready()
+    one.fleet.happened(one.place("a"), "probe_failed", "slow")
+    assert {one.lease().target.name for _ in range(4)} == {"b"}
+    one.fleet.happened(one.place("b"), "connect_failed", "refused")
+    assert {one.lease().target.name for _ in range(4)} == {"a"}
+
+
+# -- pages ---------------------------------------------------------------------------------------------------------
+
+
+def test_pages() -> None:
+    one = bench(
+        *TWO,
+        text="""
+endpoints:
+  - {name: c, url: 'http://c:1', models: [{name: org/n, max_model_len: 10, loras: [n-sql]}]}
+models: {m: {aliases: [gpt]}}
+""",
+    )
+    assert one.admit("", "/health") == Page()
+    assert one.admit("", "/healthz") == Page()
+    assert one.admit("", "/readyz") == Page(status=503)
+    one.ready("c")
+    assert one.admit("", "/readyz") == Page()
+    listed = json.loads(one.admit("", "/v1/models").body)
+    assert [entry["id"] for entry in listed["data"]] == ["gpt", "m", "n-sql", "org/n"]
+    single = json.loads(one.admit("", "/v1/models/org/n").body)
+    assert (single["id"], single["max_model_len"], single["created"]) == ("org/n", 10, 10**9)
+    refusal(one.admit("", "/v1/models/absent"), "model_not_found")
+    one.brain.draining = True
+    assert one.admit("", "/readyz") == Page(status=503)
+    assert one.admit("", "/health") == Page()
+
+
+# -- retries -------------------------------------------------------------------------------------------------------
+
+REFUSED = Failure(reason="connect_failed", started=False)
+CLOSED = Failure(reason="upstream_closed", body_digest=7)
+DEAD = Failure(reason="upstream_closed", reused=True, body_digest=7)
+
+
+def test_a_refused_connection_goes_to_another_endpoint_and_ejects_this_one() -> None:
+    one = bench(*TWO)
+    one.ready()
+    first = one.lease(prompt_tokens=50)
+    second = one.brain.retry(first.id, REFUSED)
+    assert isinstance(second, Lease)
+    assert (second.target.name, second.attempt) == ("b", 2)
+    assert (one.place("a").inflight, one.place("b").inflight) == (0, 1)
+    assert (one.place("a").prefill_tokens, one.place("b").prefill_tokens) == (0, 50)
+    assert one.place("a").health.state == "quarantined"
+    outcome = one.settle(second, first=101.0)
+    assert outcome.attempts == 2
+    assert outcome.endpoints == {"prefill": second.target.endpoint, "decode": second.target.endpoint}
+    assert one.place("b").inflight == 0
+    last = refusal(one.brain.retry(one.lease().id, REFUSED), "connect_failed")
+    assert last.message == "Endpoint b cannot be connected to."
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_an_engine_that_is_full_is_left_alone_and_not_blamed(status: int) -> None:
+    one = bench(*TWO)
+    one.ready()
+    full = Failure(reason="no_endpoint", status=status, retry_after=4.0)
+    second = one.brain.retry(one.lease().id, full)
+    assert isinstance(second, Lease)
+    last = refusal(one.brain.retry(second.id, full), "no_endpoint")
+    assert last.retry_after == 4.0
+    assert last.message == f"Endpoint b said {status}, the last of 2 attempts."
+    assert one.place("a").health.state == one.place("b").health.state == "ready"
+
+
+def test_work_that_may_have_begun_is_not_begun_again() -> None:
+    one = bench(*TWO)
+    one.ready()
+    refusal(one.brain.retry(one.lease().id, CLOSED), "upstream_closed")
+    refusal(one.brain.retry(one.lease().id, Failure(reason="idle_timeout")), "idle_timeout")
+    refusal(one.brain.retry(one.lease().id, Failure(reason="upstream_protocol")), "upstream_protocol")
+    assert one.place("a").health.state == "degraded"
+
+
+def test_a_dead_idle_connection_costs_one_more_attempt_even_at_the_same_endpoint() -> None:
+    one = bench("a=http://a:1=m")
+    one.ready()
+    again = one.brain.retry(one.lease().id, DEAD)
+    assert isinstance(again, Lease)
+    assert again.target.name == "a"
+    refusal(one.brain.retry(again.id, DEAD), "upstream_closed")
+    assert one.place("a").health.state == "ready"
+
+
+def test_retries_have_a_budget() -> None:
+    one = bench(*TWO)
+    one.ready()
+    full = Failure(reason="no_endpoint", status=503)
+    results = [isinstance(one.brain.retry(one.lease().id, full), Lease) for _ in range(100)]
+    assert 12 <= sum(results) <= 30  # 10 and a fifth of 100
+    assert results[:10] == [True] * 10
+    one.clock[0] += 11.0
+    assert isinstance(one.brain.retry(one.lease().id, full), Lease)
+
+
+def test_a_body_that_kills_two_engines_is_kept_from_the_third() -> None:
+    one = bench(*TWO, "c=http://c:1=m")
+    one.ready()
+    refusal(one.brain.retry(one.lease(body_bytes=9).id, CLOSED), "upstream_closed")
+    assert one.lease(body_bytes=9).poison == ()
+    lease = one.lease(body_bytes=9)
+    assert lease.target.name != "a"
+    refusal(one.brain.retry(lease.id, CLOSED), "poison")
+    assert one.lease(body_bytes=10).poison == ()
+    marked = one.lease(body_bytes=9)
+    assert marked.poison == (7,)
+    refusal(one.brain.retry(marked.id, Failure(reason="poison", body_digest=7, started=False)), "poison")
+    assert one.logged("body_poisoned")[0]["digest"] == "0000000000000007"
+    one.clock[0] += 601.0
+    assert one.lease(body_bytes=9).poison == ()
+
+
+# -- settlement ----------------------------------------------------------------------------------------------------
+
+
+def test_one_request_one_line_one_count() -> None:
+    one = bench(*TWO)
+    one.ready()
+    lease = one.lease()
+    one.settle(lease, first=101.0, last=102.0, accepted=100.0, completion_tokens=3)
+    (line,) = one.logged()
+    assert (line["endpoint"], line["ttft"], line["principal"], line["flow"]) == ("a", 1.0, "anonymous", "1.2.3.4")
+    assert "served" not in line
+    one.settle(lease)  # a mover's mistake
+    assert len(one.logged()) == 1
+    assert one.place("a").inflight == 0
+    assert one.metrics.bugs == 1
+    assert "not open" in one.logged("bug")[0]["message"]
+    refusal(one.brain.retry(lease.id, REFUSED), "internal")
+
+
+def test_refused_requests_are_counted_and_health_checks_are_not_logged() -> None:
+    one = bench(*TWO)
+    one.settle(None, 503, "none_healthy")
+    one.brain.settle(None, Outcome(request_id="r", route="/health", status=200))
+    one.brain.withdraw(5, Outcome(request_id="w", route="/v1/completions", status=499, reason="client_gone"))
+    assert [line["reason"] for line in one.logged()] == ["none_healthy", "client_gone"]
+    assert one.metrics.disconnects == 1
+
+
+@pytest.mark.parametrize(
+    ("outcome", "state"),
+    [
+        ({"status": 200, "first": 1.0}, "ready"),
+        ({"status": 400, "upstream_status": 400, "first": 1.0}, "ready"),
+        ({"status": 499, "reason": "client_gone", "first": 1.0}, "ready"),
+        ({"status": 200, "reason": "upstream_closed", "first": 1.0}, "degraded"),
+        ({"status": 200, "reason": "generation_timeout", "first": 1.0}, "ready"),
+        ({"status": 500, "upstream_status": 500, "first": 1.0}, "ready"),
+        ({"status": 502, "reason": "upstream_closed"}, "ready"),  # judged by retry already
+    ],
+)
+def test_what_an_end_says_about_the_endpoint(outcome: dict[str, Any], state: str) -> None:
+    one = bench("a=http://a:1=m")
+    one.ready()
+    one.settle(one.lease(), **outcome)
+    assert one.place("a").health.state == state
+
+
+def test_progress_moves_expectations() -> None:
+    one = bench("a=http://a:1=m")
+    one.ready()
+    lease = one.lease(prompt_tokens=1000, max_tokens=100, n=2)
+    place = one.place("a")
+    assert (place.prefill_tokens, place.decode_tokens) == (1000, 200)
+    one.brain.progress(lease.id, 1)
+    assert (place.prefill_tokens, place.decode_tokens) == (0, 199)
+    one.brain.progress(lease.id, 150)
+    assert place.decode_tokens == 50
+    one.brain.progress(lease.id, 900)
+    assert place.decode_tokens == 0
+    assert place.alive == 100.0
+    one.settle(lease)
+    assert (place.inflight, place.prefill_tokens, place.decode_tokens) == (0, 0, 0)
+    one.brain.progress(lease.id, 5)  # too late: nothing
+
+
+class Counting:
+    """Hooks that count what is reserved and given back."""
+
+    def __init__(self) -> None:
+        self.open: set[int] = set()
+        self.made = 0
+
+    def identify(self, head: Head) -> Principal | Refusal:
+        return Refusal(reason="no_key", message="no") if head.credential == b"bad" else Principal("p", "f")
+
+    def reserve(self, principal: Principal, request: InferenceRequest, estimate: int) -> int | Refusal:
+        if estimate > 10_000:
+            return Refusal(reason="rate_limited", message="no")
+        self.made += 1
+        self.open.add(self.made)
+        return self.made
+
+    def progress(self, reservation: int, tokens: int) -> None:
+        assert reservation in self.open
+
+    def settle(self, reservation: int, outcome: Outcome) -> None:
+        self.open.remove(reservation)
+
+
+def test_hooks_may_refuse() -> None:
+    one = bench(*TWO, hooks=Counting())
+    one.ready()
+    request = InferenceRequest(id="r", head=Head("/v1/models", "", b"bad"), model="")
+    refusal(one.brain.admit(request), "no_key")
+    refusal(one.admit(prompt_tokens=20_000), "rate_limited")
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["admit", "refused", "full", "closed", "progress", "settle", "twice", "gone", "back", "drop"]),
+        st.integers(0, 9),
+    )
+)
+
+
+@given(STEPS)
+def test_everything_is_given_back(steps: list[tuple[str, int]]) -> None:
+    """Whatever happens in whatever order, ledgers and reservations end where they began."""
+    hooks = Counting()
+    one = bench(*TWO, "c=http://c:1=m", hooks=hooks)
+    one.ready()
+    everywhere = dict(one.fleet.places)
+    open_: list[Lease] = []
+    closed: list[Lease] = []
+    failures = {"refused": REFUSED, "full": Failure(reason="no_endpoint", status=503), "closed": CLOSED}
+    for what, which in steps:
+        if what == "admit":
+            found = one.admit(prompt_tokens=which, body_bytes=1)
+            if isinstance(found, Lease):
+                open_.append(found)
+        elif what in ("gone", "back"):
+            endpoints = tuple(p.endpoint for p in everywhere.values())
+            one.fleet.replace("static", endpoints[which % 3 :] if what == "gone" else endpoints)
+            everywhere |= one.fleet.places
+            one.ready()
+        elif what == "drop":
+            one.clock[0] += which
+        elif what == "twice" and closed:
+            one.settle(closed[which % len(closed)])
+        elif open_:
+            lease = open_.pop(which % len(open_))
+            if what in failures:
+                found = one.brain.retry(lease.id, failures[what])
+                open_.append(found if isinstance(found, Lease) else lease)
+            elif what == "progress":
+                one.brain.progress(lease.id, which)
+                open_.append(lease)
+            else:
+                one.settle(lease)
+                closed.append(lease)
+        assert one.brain.inflight == len(open_) == len(hooks.open)
+    for lease in open_:
+        one.settle(lease, 499, "client_gone")
+    assert not hooks.open
+    assert one.brain.inflight == 0
+    for place in (*everywhere.values(), *one.fleet.places.values()):
+        assert (place.inflight, place.prefill_tokens, place.decode_tokens) == (0, 0, 0)
+
+
+def test_admission_is_quick() -> None:
+    """A bound that only a mistake breaks: an idle machine needs a twentieth of it."""
+    import time
+
+    one = bench(*(f"e{i}=http://e{i}:1=m" for i in range(8)))
+    one.ready()
+    before = time.process_time()
+    for _ in range(500):
+        one.settle(one.lease(), first=101.0, last=102.0, accepted=100.0)
+    assert (time.process_time() - before) / 500 < 1e-3
