@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import Any
 from urllib.parse import quote
 
-import httpx
+import httpx2
 
 from llmgw.errors import LlmgwError, Unavailable
 
@@ -29,11 +29,11 @@ class AdminClient:
         self._server = server
         if server.startswith("unix:"):
             path = server[5:]
-            transport = httpx.HTTPTransport(uds="\0" + path[1:] if path.startswith("@") else path)
-            self._http = httpx.Client(base_url="http://localhost", transport=transport, timeout=SECONDS)
+            transport = httpx2.HTTPTransport(uds="\0" + path[1:] if path.startswith("@") else path)
+            self._http = httpx2.Client(base_url="http://localhost", transport=transport, timeout=SECONDS)
         else:
             url = server if "://" in server else f"http://{server}"
-            self._http = httpx.Client(base_url=url, timeout=SECONDS, trust_env=False)
+            self._http = httpx2.Client(base_url=url, timeout=SECONDS, trust_env=False)
 
     def __enter__(self) -> AdminClient:
         return self
@@ -54,7 +54,7 @@ class AdminClient:
     def _ask(self, method: str, path: tuple[str, ...]) -> dict[str, Any]:
         try:
             answer = self._http.request(method, "/api/v1/" + "/".join(quote(part, safe="/") for part in path))
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
+        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
             raise Unavailable(
                 f"no answer from the admin port at {self._server}: {error}; does `llmgw server` run there? (--server, LLMGW_SERVER)"
             ) from error

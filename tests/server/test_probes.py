@@ -28,13 +28,14 @@ async def watch(one: Bench, nursery: trio.Nursery) -> None:
     client = Client(RealWorld())
     prober = Prober(one.fleet, client, Probe(), random.Random(1))
 
-    async def closing(*, task_status: trio.TaskStatus[None]) -> None:  # noqa: ASYNC114
+    async def close_at_the_end() -> None:
         try:
-            await prober.run(task_status=task_status)
+            await trio.sleep_forever()
         finally:
             client.close()
 
-    await nursery.start(closing)
+    nursery.start_soon(close_at_the_end)
+    await nursery.start(prober.run)
 
 
 def state(one: Bench) -> str:
