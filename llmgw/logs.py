@@ -283,9 +283,7 @@ class Log:
         self._lines.append(line)
         self._size += size
 
-    async def run(  # noqa: ASYNC114 -- there is no list to put it in
-        self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
-    ) -> None:
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Write lines until cancelled; then what can be written without waiting is still written."""
         rest = b""
         task_status.started()

@@ -33,7 +33,7 @@ TOP = {"cli", "__main__", ""}
 ORDER = [NOUNS, PURE, GROUND, NEAR, SHELLS, TOP]
 
 FORBIDDEN_IN_PURE = {
-    "trio", "socket", "select", "ssl", "asyncio", "threading", "subprocess", "httpx", "hypercorn", "starlette",
+    "trio", "socket", "select", "ssl", "asyncio", "threading", "subprocess", "httpx", "httpx2", "hypercorn", "starlette",
     "time", "datetime", "random", "os", "logging", "pathlib", "sqlite3", "zmq", "pynvml", "prometheus_client",
 }  # fmt: skip
 """Purity: no I/O, no clock, no global chance. Names needed only for annotations go under TYPE_CHECKING."""

@@ -13,7 +13,7 @@ Invariants
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import attrs
 
@@ -23,7 +23,7 @@ from llmgw.hooks import Anonymous, Hooks
 from llmgw.logs import Log
 from llmgw.metrics import Metrics
 from llmgw.openai.models import Merged, merge
-from llmgw.request import Failure, InferenceRequest, Lease, Limits, Outcome, Page, Phase, Principal, Refusal
+from llmgw.request import Failure, InferenceRequest, Lease, Limits, Mover, Outcome, Page, Phase, Principal, Refusal
 from llmgw.routing.roundrobin import RoundRobin
 from llmgw.server.fleet import Fleet, Place
 from llmgw.server.health import Event
@@ -31,6 +31,10 @@ from llmgw.server.retries import Poison, RetryBudget
 
 EXPECTED_TOKENS = 256
 """Completion tokens that are expected of a request that names no limit: the median of public chat traces is below it."""
+
+HUNG = 60.0
+"""Seconds without any sign of life (a token of any request, a probe that was answered) after which an engine is given
+up: longer than its longest step, and with the probes' own time well below two minutes."""
 
 HEALTHY, UNHEALTHY = Page(), Page(status=503)
 
@@ -51,6 +55,7 @@ class _Entry:
     decode: int
     tried: list[str]  # endpoint ids
     ids: list[int]  # of its leases
+    last: float  # when it was sent, or last gave a token
     reused: bool = False  # the one retry after a dead pooled connection is spent
 
 
@@ -80,6 +85,7 @@ class Brain:
         self.fleet = fleet
         self.hooks: Hooks = hooks or Anonymous()
         self.draining = False
+        self.movers: Sequence[Mover] = ()
         self._config = config
         self._metrics = metrics
         self._log = log
@@ -93,6 +99,7 @@ class Brain:
         self._poison = Poison()
         self._router = RoundRobin()
         fleet.listeners.append(self._renew)
+        fleet.on_failed_probe = self._given_up
         self._renew()
 
     def _renew(self) -> None:
@@ -151,6 +158,7 @@ class Brain:
             decode,
             [place.endpoint.id],
             [lease.id],
+            self._clock(),
         )
         self._entries[lease.id] = entry
         self.fleet.take(place, entry.prefill, entry.decode)
@@ -268,6 +276,7 @@ class Brain:
             entry.tried.append(entry.place.endpoint.id)
         entry.lease = self._lease(entry.request, entry.model, entry.place, entry.phases, entry.lease.attempt + 1)
         entry.ids.append(entry.lease.id)
+        entry.last = now
         self._entries[entry.lease.id] = entry
         self._metrics.retried(failure.reason)
         return entry.lease
@@ -318,11 +327,31 @@ class Brain:
         entry = self._entries.get(lease)
         if entry is None:
             return
-        entry.place.alive = self._clock()
+        entry.last = entry.place.alive = self._clock()
         left = max(entry.expected - tokens, 0)
         self.fleet.change(entry.place, -entry.prefill, left - entry.decode)
         entry.prefill, entry.decode = 0, left
         self.hooks.progress(entry.reservation, tokens)
+
+    def quiet(self, lease: int, seconds: float) -> Refusal | None:
+        """No byte for *seconds*: a long generation on a living engine, or the end."""
+        entry = self._entries.get(lease)
+        if entry is None:
+            return None
+        return None if self._lives(entry.place) else _silent(entry, seconds)
+
+    def _lives(self, place: Place) -> bool:
+        return place.alive is not None and self._clock() - place.alive < HUNG
+
+    def _given_up(self, place: Place) -> None:
+        """A probe of *place* failed: if it has been dead to the world for long, so are the requests it has."""
+        if self._lives(place):
+            return
+        now = self._clock()
+        for entry in {id(e): e for e in self._entries.values() if e.place is place}.values():
+            if now - entry.last >= HUNG:
+                for mover in self.movers:
+                    mover.abandon(entry.lease.id, _silent(entry, now - entry.last))
 
     # -- out -----------------------------------------------------------------------------------------------------
 
@@ -374,6 +403,14 @@ class Brain:
         self._metrics.bugs += 1
         self._log.event("bug", "error", message=what, request_id=request_id)
         return Refusal(reason="internal", message="A fault of the gateway; its log says more.")
+
+
+def _silent(entry: _Entry, seconds: float) -> Refusal:
+    name = entry.place.endpoint.name
+    return Refusal(
+        reason="idle_timeout",
+        message=f"Endpoint {name} sent nothing for {seconds:.0f} s, and gives no other sign of life.",
+    )
 
 
 def _poisoned() -> Refusal:

@@ -71,6 +71,7 @@ class Fleet:
         self._views: list[EndpointView] = []
         self._order: list[Place] = []
         self.models: dict[str, str] = {}  # every name that a request may use → the model that it means
+        self.on_failed_probe: Callable[[Place], None] = lambda _: None
         self.listeners: list[Callable[[], None]] = []  # called after the set or its models changed
 
     # -- who they are --------------------------------------------------------------------------------------------
@@ -185,6 +186,8 @@ class Fleet:
             if before.state == "ready":
                 return
         place.health = step(before, event, now, self._failures, why)
+        if event == "probe_failed":
+            self.on_failed_probe(place)
         if place.health.state == before.state:
             return
         place.slot.state = place.health.state

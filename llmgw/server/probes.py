@@ -48,9 +48,7 @@ class Prober:
         self._rng = rng
         self._changed = trio.Event()
 
-    async def run(  # noqa: ASYNC114 -- started by the gateway alone
-        self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
-    ) -> None:
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Probe until cancelled."""
 
         def changed() -> None:

@@ -303,6 +303,42 @@ def test_progress_moves_expectations() -> None:
     one.brain.progress(lease.id, 5)  # too late: nothing
 
 
+class Abandoning:
+    """A mover that notes what it is told to end."""
+
+    def __init__(self) -> None:
+        self.ended: list[tuple[int, str]] = []
+
+    def granted(self, ticket: int, answer: object) -> None:
+        raise AssertionError("nothing waits")
+
+    def abandon(self, lease: int, refusal: Refusal) -> None:
+        self.ended.append((lease, refusal.reason))
+
+
+def test_a_long_generation_is_told_from_a_hung_engine() -> None:
+    one = bench("a=http://a:1=m")
+    mover = Abandoning()
+    one.brain.movers = (mover,)
+    one.ready()
+    lease, place = one.lease(), one.place("a")
+    for _ in range(120):  # 20 minutes without a byte, and every probe is answered
+        one.clock[0] += 10.0
+        one.fleet.happened(place, "probe_ok")
+        assert one.brain.quiet(lease.id, 120.0) is None
+    young = one.lease()
+    hung = one.clock[0]
+    while not mover.ended:
+        one.clock[0] += 10.0
+        one.brain.progress(young.id, 1) if one.clock[0] == hung + 10.0 else None
+        one.fleet.happened(place, "probe_failed", "no answer")
+        assert one.clock[0] < hung + 120.0
+    assert mover.ended == [(lease.id, "idle_timeout"), (young.id, "idle_timeout")]
+    assert one.clock[0] == hung + 70.0  # a minute after its last token
+    refusal(one.brain.quiet(lease.id, 120.0), "idle_timeout")
+    assert one.brain.quiet(999, 120.0) is None
+
+
 class Counting:
     """Hooks that count what is reserved and given back."""
 

@@ -1,0 +1,280 @@
+"""`llmgw server`, put together: log, probes, admin port, client port. Starts in that order, ends in the reverse one.
+
+    starting ──listening──► serving ──drain()──► draining ──last request, or `timeouts.drain`──► forced ──► ended
+                               └───────────────────────close()───────────────────────────────────►┘
+
+- Draining: `/readyz` is 503, nothing is accepted, idle connections are closed, requests under way go on.
+- Forced: streams under way get an error event, others a 503; LINGER later what is left is cut.
+- The admin port stays until the end, so that one can watch.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import resource
+import signal
+import socket
+import traceback
+from pathlib import Path
+from typing import Any
+
+import attrs
+import trio
+
+from llmgw import __version__, logs
+from llmgw.config import Server
+from llmgw.errors import ConfigError, Problem
+from llmgw.logs import Handler, Log
+from llmgw.metrics import Metrics
+from llmgw.net.client import Client
+from llmgw.net.doors import Door
+from llmgw.net.relay import Relay
+from llmgw.net.world import Unix, World, parse_address
+from llmgw.server.admin import Admin
+from llmgw.server.brain import Brain
+from llmgw.server.fleet import Fleet
+from llmgw.server.probes import Prober
+
+RESERVE = 256  # descriptors that clients never get: log, admin port, store, probes, and what libraries open
+LINGER = 2.0  # seconds for error events to reach clients
+ADMIN_GRACE = 1.0  # seconds for a request on the admin port when all else has ended
+
+GC_THRESHOLDS = (50_000, 20, 100)
+"""A relay makes little garbage in cycles; the default (700) looks for it after every few requests."""
+
+
+class Gateway:
+    """One server. `run` once."""
+
+    def __init__(self, config: Server, world: World, log_target: logs.Target) -> None:
+        """Raises ConfigError for key files that cannot be read."""
+        self._config = config
+        self._world = world
+        self.log = Log(log_target, world.wall, requests=config.log.requests)
+        self.metrics = Metrics()
+        clock = trio.current_time
+        self.fleet = Fleet(
+            self.metrics,
+            self.log,
+            clock,
+            failures=config.probe.failures,
+            policies=config.models,
+            read_key=_read_key,
+        )
+        _check_keys(config)
+        self.brain = Brain(config, self.fleet, self.metrics, self.log, clock, created=world.wall())
+        self.client = Client(world)
+        self._prober = Prober(self.fleet, self.client, config.probe, world.rng)
+        self._admin = Admin(self.brain, self.metrics, clock)
+        limits = attrs.evolve(config.limits, connections=_connections(config))
+        self.relays = [
+            Relay(
+                world,
+                self.brain,
+                limits=limits,
+                listener=listener,
+                driver=config.driver,
+                gaps=lambda model: self.metrics.itl(model).observe,
+                bug=self._bug,
+            )
+            for listener in config.listeners
+        ]
+        self.brain.movers = self.relays
+        self.addresses: list[str] = []  # of the client port, as bound
+        self.admin_addresses: list[str] = []
+        self._draining = trio.Event()
+        self._forced = trio.Event()
+        self._gauges()
+
+    def _gauges(self) -> None:
+        gauges, counters = self.metrics.gauges, self.metrics.counters
+        gauges["llmgw_connections"] = ("Client connections.", lambda: sum(r.connections for r in self.relays))
+        gauges["llmgw_inflight"] = ("Requests under way.", lambda: sum(r.inflight for r in self.relays))
+        gauges["llmgw_ready"] = ("1 if an endpoint can serve.", lambda: self.brain.ready)
+        counters["llmgw_log_lines_lost"] = ("Lines that the log's reader was too slow for.", lambda: self.log.dropped)
+
+    def _bug(self, request_id: str, error: BaseException) -> None:
+        self.metrics.bugs += 1
+        text = "".join(traceback.format_exception(error))
+        self.log.event("bug", "error", request_id=request_id, message=str(error), exception=text)
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Serve until drained or cancelled. Started when all ports listen.
+
+        Raises ConfigError for addresses that cannot be listened on: all of them.
+        """
+        sockets = await self._listen()
+        try:
+            async with trio.open_nursery() as services:
+                await services.start(self.log.run)
+                self.fleet.replace("static", tuple(e.endpoint() for e in self._config.endpoints))
+                await services.start(self._prober.run)
+                doors = [Door(self._app(), kind="admin", world=self._world) for _ in sockets["admin"]]
+                for door, socks in zip(doors, sockets["admin"], strict=True):
+                    await services.start(door.run, socks)
+                async with trio.open_nursery() as clients:
+                    clients.start_soon(self._force_later, clients.cancel_scope)
+                    async with trio.open_nursery() as relays:
+                        for relay, socks in zip(self.relays, sockets["clients"], strict=True):
+                            await relays.start(relay.run, socks)
+                        self.log.event(
+                            "started", version=__version__, listen=self.addresses, admin=self.admin_addresses
+                        )
+                        task_status.started()
+                    clients.cancel_scope.cancel("all requests have ended")
+                self.log.event("stopped")
+                for door in doors:
+                    door.drain(ADMIN_GRACE)
+                services.cancel_scope.cancel("stopped")
+        finally:
+            self.client.close()
+            for socks in (*sockets["admin"], *sockets["clients"]):
+                for sock in socks:
+                    sock.close()
+            self._unlink()
+
+    def _app(self) -> Any:
+        hosts = set(self._config.admin.hosts)
+        hosts |= {a.rpartition(":")[0].lower() for a in self.admin_addresses if not a.startswith("unix:")}
+        return self._admin.app(hosts - {"", "0.0.0.0", "[::]"})
+
+    async def _listen(self) -> dict[str, list[list[socket.socket]]]:
+        found: dict[str, list[list[socket.socket]]] = {"clients": [], "admin": []}
+        problems: list[Problem] = []
+        wanted = [("clients", one.address) for one in self._config.listeners]
+        wanted += [("admin", address) for address in self._config.admin.addresses]
+        for port, address in wanted:
+            try:
+                socks = await self._world.listen(parse_address(address))
+            except OSError as error:
+                problems.append(Problem(f"cannot listen on {address}: {error.strerror or error}"))
+                continue
+            found[port].append(socks)
+            shown = self.addresses if port == "clients" else self.admin_addresses
+            shown.append(_bound(address, socks))
+        if problems:
+            for sock in (s for ports in found.values() for socks in ports for s in socks):
+                sock.close()
+            raise ConfigError(problems)
+        return found
+
+    def _unlink(self) -> None:
+        """Socket files are ours, and go with us."""
+        for text in (*self.addresses, *self.admin_addresses):
+            address = parse_address(text)
+            if isinstance(address, Unix) and not address.path.startswith("\0"):
+                Path(address.path).unlink(missing_ok=True)
+
+    def drain(self) -> None:
+        """Accept no more, let requests end, for `timeouts.drain` at most."""
+        if self.brain.draining:
+            return
+        self.brain.draining = True
+        self._draining.set()
+        self.log.event("draining", requests=sum(r.inflight for r in self.relays), seconds=self._config.timeouts.drain)
+        for relay in self.relays:
+            relay.drain()
+
+    def close(self) -> None:
+        """End at once: what is under way gets an error."""
+        self.drain()
+        self._forced.set()
+
+    async def _force_later(self, everything: trio.CancelScope) -> None:
+        """After `close`, or `timeouts.drain` after `drain`."""
+        await self._draining.wait()
+        with trio.move_on_after(self._config.timeouts.drain):
+            await self._forced.wait()
+        cut = sum(r.inflight for r in self.relays)
+        if cut:
+            self.log.event("cutting", "warning", requests=cut)
+        for relay in self.relays:
+            relay.close()
+        await trio.sleep(LINGER)
+        everything.cancel("clients did not take their error in time")
+
+
+def _bound(address: str, socks: list[socket.socket]) -> str:
+    """*address* with the port that the kernel chose for port 0."""
+    if address.startswith("unix:"):
+        return address
+    host = address.rpartition(":")[0]
+    return f"{host}:{socks[0].getsockname()[1]}"
+
+
+def _read_key(path: str) -> str:
+    return Path(path).read_text(encoding="utf-8").strip()
+
+
+def _check_keys(config: Server) -> None:
+    problems = []
+    for i, one in enumerate(config.endpoints):
+        if one.api_key_file:
+            try:
+                key = _read_key(one.api_key_file)
+                wrong = "" if key and key.isprintable() and " " not in key else "holds no key: one line, no spaces"
+            except OSError as error:
+                wrong = f"cannot be read: {error.strerror}"
+            except UnicodeDecodeError:
+                wrong = "holds no key: it is not text"
+            if wrong:
+                problems.append(Problem(f"{one.api_key_file} {wrong}", f"endpoints[{i}].api_key_file"))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _connections(config: Server) -> int:
+    """Client connections of one listener: a client may need an engine's connection as well."""
+    if config.limits.connections is not None:
+        return config.limits.connections
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        soft = hard
+    except (OSError, ValueError):
+        pass  # then with what there is
+    reserve = RESERVE + 4 * len(config.endpoints)
+    return max((soft - reserve) // 2 // len(config.listeners), 16)
+
+
+async def serve(
+    config: Server, world: World, *, task_status: trio.TaskStatus[Gateway] = trio.TASK_STATUS_IGNORED
+) -> None:
+    """A whole process: as `Gateway.run`, with signals and the settings of the interpreter.
+
+    SIGTERM and SIGINT drain; a second one ends at once. Raises ConfigError.
+    """
+    target = logs.open_file(config.log.file) if config.log.file else logs.open_descriptor(1)
+    try:
+        gateway = Gateway(config, world, target)
+    except BaseException:
+        target.close()
+        raise
+    handler = Handler(gateway.log)
+    root = logging.getLogger()
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    try:
+        with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+            async with trio.open_nursery() as nursery:
+
+                async def obey() -> None:
+                    async for number in signals:
+                        gateway.log.event("signal", signal=signal.Signals(number).name)
+                        if gateway.brain.draining:
+                            gateway.close()
+                        else:
+                            gateway.drain()
+
+                nursery.start_soon(obey)
+                async with trio.open_nursery() as inner:
+                    await inner.start(gateway.run)
+                    gc.collect()
+                    gc.freeze()
+                    gc.set_threshold(*GC_THRESHOLDS)
+                    task_status.started(gateway)
+                nursery.cancel_scope.cancel("the gateway has ended")
+    finally:
+        root.removeHandler(handler)
