@@ -153,7 +153,7 @@ class EngineCore:
     @property
     def pinned(self) -> int:
         """Blocks held for remote decodes."""
-        return sum(map(len, self._pinned.values()))
+        return len({block for blocks in self._pinned.values() for block in blocks})
 
     @property
     def wake(self) -> float:
@@ -389,6 +389,7 @@ class EngineCore:
             need = ceil((seq.computed + chunk) / bs) - len(shared) - len(seq.blocks)
             blocks = self.pool.take(max(0, need), shared)
             if blocks is None:
+                seq.computed = 0
                 if need + len(shared) <= self.pool.usable:
                     return  # the head waits, and all behind it
                 heappop(waiting)  # preempted, and meanwhile longer than the pool
