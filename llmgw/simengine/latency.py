@@ -78,8 +78,8 @@ GPUS: dict[str, Gpu] = {
         Gpu("l4", 121, 0.30, 24, weight_eff=0.85, fp8=2.0),
         Gpu("a10", 125, 0.60, 24),
         Gpu("a40", 150, 0.696, 48),
-        Gpu("rtx4090", 165, 1.008, 24, weight_eff=0.88, fp8=2.0),
-        Gpu("rtxpro6000", 500, 1.597, 96, weight_eff=0.88, fp8=2.0),
+        Gpu("rtx4090", 165, 1.008, 24, mfu=0.92, weight_eff=0.88, fp8=2.0),  # boosts above its data sheet
+        Gpu("rtxpro6000", 500, 1.597, 96, mfu=0.72, weight_eff=0.88, fp8=2.0),
         Gpu("b200", 2250, 8.0, 180, fp8=2.0),
         Gpu("mi300x", 1307, 5.3, 192, fp8=2.0),
     )
@@ -96,6 +96,7 @@ class Model:
     hidden: int  # heads · head size of the queries
     kv_heads: int
     head_size: int = 128
+    embedding: float = 0.26  # billions in one of the two vocabulary matrices; the output one is read each step
     active: float | None = None  # billions a token uses; None: all
     experts: int = 0
     experts_active: int = 0
@@ -111,19 +112,21 @@ class Model:
 MODELS: dict[str, Model] = {
     model.name: model
     for model in (
-        Model("0.5b", 0.49, 24, 896, 2, 64),
-        Model("7b", 6.74, 32, 4096, 32),  # Llama-2-7B: no grouped queries, 512 KiB a token
-        Model("qwen-7b", 7.62, 28, 3584, 4),  # Qwen2.5-7B
-        Model("8b", 8.03, 32, 4096, 8),  # Llama-3(.1)-8B
-        Model("12b", 12.2, 40, 4096, 8),  # Mistral-Nemo-12B
-        Model("32b", 32.8, 64, 8192, 8),  # Qwen3-32B
-        Model("34b", 34.4, 60, 7168, 8),  # Yi-34B
-        Model("codellama-34b", 33.7, 48, 8192, 8),
-        Model("70b", 70.6, 80, 8192, 8),  # Llama-3.x-70B
-        Model("70b-fp8", 70.6, 80, 8192, 8, weight_bytes=1.0),
-        Model("llama2-70b", 69.0, 80, 8192, 8),
-        Model("mixtral", 46.7, 32, 4096, 8, active=12.9, experts=8, experts_active=2, expert_params=45.1),
-        Model("405b", 405.9, 126, 16384, 8),
+        Model("0.5b", 0.49, 24, 896, 2, 64, embedding=0.136),
+        Model("7b", 6.74, 32, 4096, 32, embedding=0.131),  # Llama-2-7B: no grouped queries, 512 KiB a token
+        Model("qwen-7b", 7.62, 28, 3584, 4, embedding=0.545),  # Qwen2.5-7B
+        Model("8b", 8.03, 32, 4096, 8, embedding=0.525),  # Llama-3(.1)-8B
+        Model("12b", 12.2, 40, 4096, 8, embedding=0.671),  # Mistral-Nemo-12B
+        Model("32b", 32.8, 64, 8192, 8, embedding=0.778),  # Qwen3-32B
+        Model("34b", 34.4, 60, 7168, 8, embedding=0.459),  # Yi-34B
+        Model("codellama-34b", 33.7, 48, 8192, 8, embedding=0.262),
+        Model("70b", 70.6, 80, 8192, 8, embedding=1.05),  # Llama-3.x-70B
+        Model("70b-fp8", 70.6, 80, 8192, 8, weight_bytes=1.0, embedding=1.05),
+        Model("llama2-70b", 69.0, 80, 8192, 8, embedding=0.262),
+        Model(
+            "mixtral", 46.7, 32, 4096, 8, active=12.9, experts=8, experts_active=2, expert_params=45.1, embedding=0.131
+        ),
+        Model("405b", 405.9, 126, 16384, 8, embedding=2.1),
     )
 }
 
@@ -137,6 +140,7 @@ class Physics:
     tp: int = 1
     _t0: float = attrs.field(init=False)
     _weights: float = attrs.field(init=False)
+    _head: float = attrs.field(init=False)
     _token: float = attrs.field(init=False)
     _kappa: float = attrs.field(init=False)
     _pair: float = attrs.field(init=False)
@@ -154,9 +158,11 @@ class Physics:
         reduce = 2 * model.layers * gpu.reduce_us * 1e-6 if tp > 1 else 0.0
         put = object.__setattr__
         put(self, "_t0", model.layers * gpu.layer_us * 1e-6 + self.T_STEP + reduce)
-        put(self, "_weights", (model.params - model.expert_params) * 1e9 * model.weight_bytes / stream)
+        layers = (model.params - 2 * model.embedding) * 1e9
+        put(self, "_weights", (layers - model.expert_params * 1e9) * model.weight_bytes / stream)
         put(self, "_experts", model.expert_params * 1e9 * model.weight_bytes / stream)
-        put(self, "_token", 2 * (model.active or model.params) * 1e9 / flops)
+        put(self, "_token", 2 * ((model.active or model.params) - 2 * model.embedding) * 1e9 / flops)
+        put(self, "_head", model.embedding * 1e9 * model.weight_bytes / stream)
         put(self, "_kappa", model.kv_bytes / (gpu.tbps * 1e12 * gpu.kv_eff * tp))
         put(self, "_pair", 4 * model.layers * model.hidden / flops)
 
@@ -170,6 +176,7 @@ class Physics:
             weights += self._experts * (1 - (1 - model.experts_active / model.experts) ** tokens)
         return (
             self._t0
+            + self._head
             + self.T_REQ * (decodes + prefills)
             + hypot(weights, self._token * tokens)
             + self._kappa * context
