@@ -18,10 +18,23 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
+import attrs
+
 Extra = tuple[object, ...]
 
 ROOT_KEY = 0
 """Parent of a first block."""
+
+
+@attrs.frozen
+class Stored:
+    """A full block that can be found from now on."""
+
+    key: int
+    parent: int
+    tokens: tuple[int, ...]
+    lora: str = ""
+    extra: Extra | None = None
 
 
 def block_key(parent: int, tokens: Sequence[int], extra: Extra | None = None) -> int:
@@ -45,7 +58,8 @@ class BlockPool:
         self._by_key: dict[int, int] = {}
         self._blank: list[int] = list(range(total - 1, 0, -1))
         self._kept: OrderedDict[int, None] = OrderedDict()
-        self.evicted: list[int] | None = None  # keys that stopped being findable, if somebody collects them
+        self.log: list[int | Stored] | None = None
+        """What became findable, and the keys of what stopped to be, in order; None: nobody wants to know."""
 
     @property
     def free(self) -> int:
@@ -140,5 +154,5 @@ class BlockPool:
         key = self._key[block]
         self._key[block] = 0
         del self._by_key[key]
-        if self.evicted is not None:
-            self.evicted.append(key)
+        if self.log is not None:
+            self.log.append(key)

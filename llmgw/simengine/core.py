@@ -35,7 +35,7 @@ from math import ceil, inf
 
 import attrs
 
-from llmgw.simengine.blocks import ROOT_KEY, BlockPool, Extra, block_key
+from llmgw.simengine.blocks import ROOT_KEY, BlockPool, Extra, Stored, block_key
 from llmgw.simengine.latency import StepModel
 from llmgw.simengine.telemetry import Gauges, Telemetry
 
@@ -77,6 +77,7 @@ class Job:
     media: tuple[tuple[int, int, str], ...] = ()  # offset, length in the prompt, content hash
     reuse: bool = True  # may use cached blocks (prompt logprobs forbid it)
     transfer: tuple[float, float] | None = None  # remote KV: seconds, and seconds a token
+    delay: float = 0.0  # seconds before it can be scheduled, besides the engine's overhead (encoding media)
     pin: bool = False  # keep the blocks after the end, until `release`
     n: int = 1  # choices of the request that it belongs to, for the histograms
     max_tokens: int | None = None  # as asked, for the histograms
@@ -121,8 +122,6 @@ class EngineCore:
         self.telemetry = Telemetry(shape.max_model_len)
         self.awake = True
         self.slowdown = 1.0  # factor on step time (a throttled GPU)
-        self.stored: list[tuple[int, int, tuple[int, ...], str, Extra | None]] | None = None
-        """Blocks made findable (key, parent, tokens, lora, extra) since somebody last took them; None: not wanted."""
         self.silent: list[Seq] = []
         """Those that became DONE without a token and without `abort`, since the caller last cleared it."""
         self._running: list[Seq] = []
@@ -182,6 +181,10 @@ class EngineCore:
             waiting_loras=tuple(sorted(loras[1] - loras[0])),
         )
 
+    def pinned_blocks(self, job_id: str) -> list[int]:
+        """Blocks that are held for the remote decode of *job_id*; empty if none are."""
+        return list(self._pinned.get(job_id, ()))
+
     def reject(self, job: Job) -> str:
         """Why *job* can never run here, or ""."""
         need = ceil(len(job.prompt) / self.shape.block_size)
@@ -200,8 +203,8 @@ class EngineCore:
         seq = Seq(job, self._numbers, now, owner)
         seq.size = seq.total = len(job.prompt)
         seq.want = len(job.output)
-        if self.shape.overhead:
-            heappush(self._arriving, (now + self.shape.overhead, seq.number, seq))
+        if overhead := self.shape.overhead + job.delay:
+            heappush(self._arriving, (now + overhead, seq.number, seq))
         else:
             self._enqueue(seq)
         return seq
@@ -428,9 +431,6 @@ class EngineCore:
         if seq.job.reuse:
             telemetry.prefix_queries += seq.size
             telemetry.prefix_hits += local
-        for _, _, content in seq.job.media:
-            telemetry.media_queries += 1
-            telemetry.media_hits += bool(content and local)
 
     def _victim(self) -> Seq:
         if self.shape.by_priority:
@@ -490,8 +490,8 @@ class EngineCore:
             if index == len(keys):
                 keys.append(block_key(parent, self._tokens(seq, index), extra))
             fresh = self.pool.publish(seq.blocks[index], keys[index])
-            if fresh and self.stored is not None:
-                self.stored.append((keys[index], parent, tuple(self._tokens(seq, index)), seq.job.lora, extra))
+            if fresh and self.pool.log is not None:
+                self.pool.log.append(Stored(keys[index], parent, tuple(self._tokens(seq, index)), seq.job.lora, extra))
             seq.published = index + 1
 
     def _prefilled(self, seq: Seq, now: float) -> None:

@@ -75,6 +75,8 @@ class Options:
     kv_events_maps: bool = True  # the newer of the two message shapes
     transfer_gbps: float = 40.0  # GB/s of the link that KV moves over
     transfer_setup: float = 0.001
+    encode_seconds: float = 0.03  # of one medium
+    side_channel_host: str = ""  # where others fetch KV from; "" = the first address listened on
     pin_seconds: float = 480.0  # how long a prefill keeps blocks that no decode fetches
 
     @property
@@ -125,7 +127,14 @@ class Options:
         for name in ("prefill_tps", "decode_tps", "speed", "transfer_gbps"):
             value = getattr(self, name)
             want(value > 0, "--" + name.replace("_", "-"), f"must be above 0, is {value:g}")
-        for name in ("batch_contention", "startup_delay", "max_num_queued_reqs", "fail_after", "transfer_setup"):
+        for name in (
+            "batch_contention",
+            "startup_delay",
+            "max_num_queued_reqs",
+            "fail_after",
+            "transfer_setup",
+            "encode_seconds",
+        ):
             value = getattr(self, name)
             want(value >= 0, "--" + name.replace("_", "-"), f"must not be negative, is {value:g}")
         want(0 <= self.fail_rate <= 1, "--fail-rate", f"is a share from 0 to 1, not {self.fail_rate:g}")
@@ -174,7 +183,7 @@ def _list(_context: click.Context, _parameter: click.Parameter, value: str) -> t
 
 _FLAGS = (
     click.option("--listen", multiple=True, default=(":8000",), show_default=True, help="Address; repeatable (two at most make sense: :8000, unix:/path)."),
-    click.option("--model", default="sim", show_default=True, help="Model name."),
+    click.option("--model", "models", multiple=True, default=("sim",), show_default=True, help="Model name; more than one are aliases."),
     click.option("--served-model-name", multiple=True, help="Further name of the model; repeatable, the first is shown."),
     click.option("--lora", "loras", multiple=True, help="LoRA adapter served beside the model; repeatable."),
     click.option("--max-num-seqs", default=256, show_default=True, help="Sequences in one batch."),
@@ -201,10 +210,12 @@ _FLAGS = (
     click.option("--enable-prompt-tokens-details", "prompt_tokens_details", is_flag=True, help="Tell cached tokens in usage."),
     click.option("--enable-request-id-headers", "request_id_headers", is_flag=True, help="Answer X-Request-Id."),
     click.option("--enable-auto-tool-choice", "auto_tool_choice", is_flag=True, help='Accept tool_choice "auto".'),
-    click.option("--api-key", default="", envvar="LLMGW_SIM_API_KEY", help="Demand this key under /v1 and /inference."),
+    click.option("--api-key-file", type=click.File("r"), help="Demand the key in this file under /v1 and /inference."),
     click.option("--journal", default="", type=click.Path(dir_okay=False), help="Append one JSON line a finished sequence."),
     click.option("--kv-events", default="", help="Publish KV events on this ZMQ address (tcp://*:5557 binds, else connects)."),
     click.option("--kv-events-maps/--kv-events-arrays", default=True, help="Newer or older message shape. [default: maps]"),
+    click.option("--encode-seconds", default=0.03, show_default=True, help="Seconds to encode one image, video or sound."),
+    click.option("--side-channel-host", default="", help="Host that decode engines fetch KV from. [default: the address listened on]"),
     click.option("--transfer-gbps", default=40.0, show_default=True, help="GB/s of the link that KV moves over (P/D)."),
 )  # fmt: skip
 
@@ -220,6 +231,12 @@ def from_flags(given: dict[str, Any]) -> Options:
     """What `flags` collected, checked. Raises ConfigError with every problem."""
     values = dict(given)
     role = values.pop("role", None)
+    models = values.pop("models")
+    key_file = values.pop("api_key_file", None)
+    values["model"] = models[0]
+    values["served_model_name"] = (*values["served_model_name"], *models)
+    if key_file is not None:
+        values["api_key"] = key_file.read().strip()
     if role:
         values["phases"] = tuple(ROLES[role].split(","))
     options = Options(**values)

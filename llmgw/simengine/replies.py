@@ -158,6 +158,19 @@ class Reply:
             }
         )
 
+    def embeddings(self, vectors: list[Any]) -> bytes:
+        data = [{"index": i, "object": "embedding", "embedding": vector} for i, vector in enumerate(vectors)]
+        tokens = self.prompt_tokens()
+        usage = {
+            "prompt_tokens": tokens,
+            "total_tokens": tokens,
+            "completion_tokens": 0,
+            "prompt_tokens_details": None,
+        }
+        name = "embd-" + self.id.removeprefix(self.prefix)
+        answer = {"id": name, "object": "list", "created": self.created, "model": self.ask.model}
+        return encode({**answer, "data": data, "usage": usage})
+
     def _choice(self, choice: Choice) -> Body:
         said = choice.output[: choice.tokens]
         text = self.tokenizer.decode(said)

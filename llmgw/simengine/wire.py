@@ -432,7 +432,7 @@ def instance(schema: Body, pick: Any, depth: int = 0) -> Any:
 VOLATILE = frozenset(
     ("model", "stream", "stream_options", "request_id", "kv_transfer_params", "ec_transfer_params", "user", "metadata",
      "max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens", "priority", "bootstrap_host",
-     "bootstrap_port", "bootstrap_room", "tokens", "cache_salt", "ignore_eos")
+     "bootstrap_port", "bootstrap_room", "tokens", "cache_salt", "ignore_eos", "extra_args", "stop")
 )  # fmt: skip
 """Fields that do not change what is said, only how, to whom or how long: the two legs of one request say the same."""
 
@@ -440,4 +440,7 @@ VOLATILE = frozenset(
 def canonical(body: Body) -> bytes:
     """What decides on the answer, in one spelling."""
     kept = {key: value for key, value in body.items() if key not in VOLATILE}
+    sampling = kept.get("sampling_params")
+    if isinstance(sampling, dict):
+        kept["sampling_params"] = {key: value for key, value in sampling.items() if key not in VOLATILE}
     return blake2b(msgspec.json.encode(kept, order="sorted"), digest_size=16).digest()

@@ -78,7 +78,7 @@ STEPS = st.lists(
 @given(usable=st.integers(1, 10), keep=st.one_of(st.none(), st.integers(0, 4)), steps=STEPS)
 def test_the_pool_keeps_the_rules(usable: int, keep: int | None, steps: list[tuple[str, int, object]]) -> None:
     pool = BlockPool(usable + 1, keep)
-    pool.evicted = []
+    pool.log = []
     model = Brute(usable, usable if keep is None else keep)
     held: list[list[int]] = []
     for what, number, more in steps:
@@ -106,7 +106,7 @@ def test_the_pool_keeps_the_rules(usable: int, keep: int | None, steps: list[tup
         assert pool.free == model.free()
         assert pool.used + pool.free == pool.usable == usable
         assert pool.findable == len(model.keys)
-        assert pool.evicted == model.evicted
+        assert pool.log == model.evicted
     for blocks in held:
         pool.give_back(blocks)
     assert pool.used == 0

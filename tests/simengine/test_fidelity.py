@@ -79,7 +79,8 @@ def closed_loop(model: StepModel, shape: Shape, clients: int, prompt: int, outpu
     """(TTFT, ITL, tokens/s) with so many clients that ask again at once, each time something new."""
     core = EngineCore(shape, model)
     rng = random.Random(clients)
-    now, done = 0.0, []
+    now = 0.0
+    done: list[Seq] = []
 
     def ask() -> None:
         tokens = rng.choices(range(32000), k=prompt)

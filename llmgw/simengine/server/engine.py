@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import random
 import uuid
-from collections import OrderedDict
-from collections.abc import Callable
+from collections import OrderedDict, deque
+from collections.abc import Awaitable, Callable
 from hashlib import blake2b
 from math import inf
+from typing import Any
 
 import attrs
 import msgspec
@@ -23,7 +24,9 @@ from llmgw.simengine import text, wire
 from llmgw.simengine.core import EngineCore, Job, Seq, State
 from llmgw.simengine.options import Options
 from llmgw.simengine.replies import ENGINE_DIED, REPLIES, VERSION, Choice, Reply, error_event
+from llmgw.simengine.server import small, transfer
 from llmgw.simengine.server.http import Connection, Request, accept_loop
+from llmgw.simengine.server.kvevents import Announcer, Feed
 from llmgw.simengine.telemetry import HttpCounts, page
 from llmgw.simengine.text import Tokenizer
 from llmgw.simengine.wire import ApiError, Ask
@@ -34,6 +37,8 @@ MAX_LAG = 0.1
 """Seconds that the step loop may be late (a busy machine) and still catch up; beyond, the lost time is lost."""
 MAX_OCCURRENCES = 100_000
 """Distinct bodies whose repetitions are counted; the one not seen for longest starts anew."""
+MAX_MEDIA = 1024
+"""Encoded media that an engine keeps."""
 STREAMED = (wire.CHAT, wire.COMPLETIONS, wire.GENERATE, wire.MESSAGES, wire.RESPONSES)
 GATED = ("/v1", "/v2", "/inference")
 """Prefixes that an API key protects."""
@@ -64,6 +69,8 @@ class Answer:
         self.streams: list[Stream] = []
         self.open = 0  # choices not finished
         self.failure = ""  # how it shall fail, once `fail_after` tokens are out
+        self.room = ""  # SGLang: where the decode leg fetches the KV of this prefill
+        self.vectors: list[Any] = []
         self.over = False
 
     def gone(self) -> None:
@@ -99,15 +106,8 @@ class Answer:
             choice.cached = max(seq.cached, 0)
             pieces = choice.output[stream.sent : produced]
             data = self.reply.content(choice, engine.tokenizer.decode(pieces), pieces)
-            self.open -= 1
-            engine.note(stream)
-            if self.open:
-                connection.chunk(data)
-            else:
-                connection.chunk(data)
-                self.over = True
-                engine.leave()
-                connection.finish(self.reply.closing())
+            connection.chunk(data)
+            self._close(stream)
             return
         if produced % engine.options.stream_interval:
             return
@@ -136,14 +136,19 @@ class Answer:
                 self._open()
             stream.choice.reason = seq.finish
             self.connection.chunk(self.reply.content(stream.choice, "", ()))
-            self.open -= 1
-            self.engine.note(stream)
-            if not self.open:
-                self.over = True
-                self.engine.leave()
-                self.connection.finish(self.reply.closing())
+            self._close(stream)
         else:
             self._finish(stream, seq)
+
+    def _close(self, stream: Stream) -> None:
+        """A streamed choice is complete."""
+        self.open -= 1
+        self.engine.note(stream)
+        if not self.open:
+            self.over = True
+            self.engine.leave()
+            self.engine.prefilled(self)
+            self.connection.finish(self.reply.closing())
 
     def _finish(self, stream: Stream, seq: Seq) -> None:
         choice = stream.choice
@@ -160,7 +165,9 @@ class Answer:
 class Engine:
     """One simulated engine. `serve` runs it until cancelled; the fault switches are for rehearsals."""
 
-    def __init__(self, options: Options, world: World, journal: Journal | None = None) -> None:
+    def __init__(
+        self, options: Options, world: World, journal: Journal | None = None, feed: Feed | None = None
+    ) -> None:
         options.check()
         self.options = options
         self.world = world
@@ -172,6 +179,14 @@ class Engine:
         self.load = 0  # requests inside, as /load tells
         self.mute = False  # fault: /metrics answers 503
         self.connections: set[Connection] = set()
+        self.rooms: dict[str, transfer.Room] = {}
+        self._announcer: Announcer | None = None
+        if feed is not None:
+            self._announcer = Announcer(feed, options.block_size, maps=options.kv_events_maps)
+            self.core.pool.log = []
+        self._nursery: trio.Nursery | None = None
+        self._pins: deque[tuple[float, str]] = deque()  # when, and of which job, pinned blocks are given up
+        self._media: OrderedDict[str, None] = OrderedDict()  # what is encoded here already
         self._journal = journal
         self._kick = trio.Event()
         self._stalled: trio.Event | None = None
@@ -196,6 +211,7 @@ class Engine:
                     self.addresses.append(_spell(listener.getsockname()))
             self._created = self.world.wall()
             async with trio.open_nursery() as nursery:
+                self._nursery = nursery
                 for listener in listeners:
                     nursery.start_soon(accept_loop, listener, self, nursery, self.connections)
                 nursery.start_soon(self._steps)
@@ -224,13 +240,15 @@ class Engine:
             self._drain()
             if end is None:
                 self._kick = trio.Event()
-                wake = core.wake
+                wake = min(core.wake, self._pins[0][0]) if self._pins else core.wake
                 if wake == inf:
                     await self._kick.wait()
                 else:
                     with trio.move_on_at(wake):
                         await self._kick.wait()
                 now = trio.current_time()
+                while self._pins and self._pins[0][0] <= now:
+                    core.release(self._pins.popleft()[1])
                 continue
             await trio.sleep_until(end)
             if self._stalled is not None:
@@ -250,6 +268,9 @@ class Engine:
             assert isinstance(stream, Stream)
             stream.answer.ended(stream, seq)
         self.core.silent.clear()
+        if self._announcer is not None and self.core.pool.log:
+            self._announcer.announce(self.core.pool.log, self.wall())
+            self.core.pool.log.clear()
 
     def leave(self) -> None:
         """A request is over."""
@@ -257,6 +278,17 @@ class Engine:
 
     def wall(self) -> float:
         return self.world.wall()
+
+    def spawn(self, task: Callable[..., Awaitable[Any]], *given: Any) -> None:
+        """Runs beside the engine, and ends with it."""
+        assert self._nursery is not None
+        self._nursery.start_soon(task, *given)
+
+    def release(self, job_id: str) -> bool:
+        """Unpin the blocks of a prefill. False if there are none."""
+        known = self.core.release(job_id)
+        self._kick.set()
+        return known
 
     def escaped(self, token: int) -> bytes:
         """The piece of *token* as it stands inside a JSON string."""
@@ -302,7 +334,7 @@ class Engine:
         try:
             self._route(request, connection)
         except ApiError as error:
-            self._respond(connection, error.status, error.body())
+            self.respond(connection, error.status, error.body())
 
     def _count(self, request: Request, status: int, size: int) -> None:
         path = request.path
@@ -312,7 +344,7 @@ class Engine:
         seconds = trio.current_time() - request.received
         self.http.note(path if known else "none", request.method, status, len(request.body), size, seconds, self.wall())
 
-    def _respond(self, connection: Connection, status: int, body: bytes, kind: str = "application/json", *, before: str = "", failure: str = "") -> None:  # fmt: skip
+    def respond(self, connection: Connection, status: int, body: bytes, kind: str = "application/json", *, before: str = "", failure: str = "") -> None:  # fmt: skip
         connection.respond(status, body, kind, before, self._after(failure))
 
     def _after(self, failure: str = "", request_id: str = "") -> str:
@@ -327,26 +359,26 @@ class Engine:
         path, method = request.path, request.method
         key = self.options.api_key
         if key and path.startswith(GATED) and request.headers.get("authorization") != f"Bearer {key}":
-            self._respond(connection, 401, b'{"error":"Unauthorized"}')
+            self.respond(connection, 401, b'{"error":"Unauthorized"}')
             return
         wanted = "GET" if path in _GET else "POST" if path in _POST else ""
         if not wanted:
-            self._respond(connection, 404, b'{"detail":"Not Found"}')
+            self.respond(connection, 404, b'{"detail":"Not Found"}')
         elif method != wanted and not (path == "/ping" and method == "POST"):
-            self._respond(connection, 405, b'{"detail":"Method Not Allowed"}', before=f"allow: {wanted}\r\n")
+            self.respond(connection, 405, b'{"detail":"Method Not Allowed"}', before=f"allow: {wanted}\r\n")
         elif wanted == "GET":
             _GET[path](self, connection)
         else:
             _POST[path](self, request, connection)
 
     def _health(self, connection: Connection) -> None:
-        self._respond(connection, 200, b"", "")
+        self.respond(connection, 200, b"", "")
 
     def _version(self, connection: Connection) -> None:
-        self._respond(connection, 200, msgspec.json.encode({"version": VERSION}))
+        self.respond(connection, 200, msgspec.json.encode({"version": VERSION}))
 
     def _load(self, connection: Connection) -> None:
-        self._respond(connection, 200, msgspec.json.encode({"server_load": self.load}))
+        self.respond(connection, 200, msgspec.json.encode({"server_load": self.load}))
 
     def _models(self, connection: Connection) -> None:
         names = self.options.names
@@ -381,11 +413,11 @@ class Engine:
                     ],
                 }
             )
-        self._respond(connection, 200, msgspec.json.encode({"object": "list", "data": data}))
+        self.respond(connection, 200, msgspec.json.encode({"object": "list", "data": data}))
 
     def _metrics(self, connection: Connection) -> None:
         if self.mute:
-            self._respond(connection, 503, b"", "")
+            self.respond(connection, 503, b"", "")
             return
         shape = self.core.shape
         cache = {
@@ -402,17 +434,19 @@ class Engine:
         }
         gauges = attrs.evolve(self.core.gauges(), max_loras=len(self.options.loras))
         body = page(self.core.telemetry, gauges, self.options.names[0], cache, self._created, self.http)
-        self._respond(connection, 200, body.encode(), "text/plain; version=1.0.0; charset=utf-8")
+        self.respond(connection, 200, body.encode(), "text/plain; version=1.0.0; charset=utf-8")
 
     # Generation
 
-    def _parse(self, request: Request) -> Ask:
+    def parse(self, request: Request) -> Ask:
         kind = request.headers.get("content-type", "application/json")
         return wire.parse(request.path, request.body, kind, self.options, self.tokenizer)
 
     def _rng(self, ask: Ask) -> random.Random:
         """Chance of this request alone: from the seed, what it asks, and how often it was asked before."""
-        digest = wire.canonical(ask.body)
+        return self._rng_of(wire.canonical(ask.body))
+
+    def _rng_of(self, digest: bytes) -> random.Random:
         occurrence = self._seen.pop(digest, -1) + 1
         self._seen[digest] = occurrence
         if len(self._seen) > MAX_OCCURRENCES:
@@ -438,10 +472,15 @@ class Engine:
                 return output, "stop", word
         return output, "stop" if count < room else "length", None
 
+    def unique(self) -> str:
+        """A request id, where the client gave none."""
+        self._requests += 1
+        return blake2b(b"%d" % self._requests, key=self._fingerprint.encode(), digest_size=8).hexdigest()
+
     def _generate(self, request: Request, connection: Connection) -> None:
         if not self.options.scale_out and request.path == wire.GENERATE:
             raise ApiError(403, "PermissionDeniedError", "This endpoint needs --enable-scale-out.")
-        ask = self._parse(request)
+        ask = self.parse(request)
         limit = self.options.max_num_queued_reqs
         if limit and self.core.waiting + ask.n > limit:
             self.core.telemetry.rejections["max_num_queued_reqs"] += 1
@@ -451,13 +490,16 @@ class Engine:
         failure = self.options.failure_mode if rng.random() < self.options.fail_rate else ""
         if failure == "refuse":
             message, kind, status = ENGINE_DIED
-            self._respond(connection, status, ApiError(status, kind, message).body(), failure=failure)
+            self.respond(connection, status, ApiError(status, kind, message).body(), failure=failure)
             return
         given = request.headers.get("x-request-id") or ask.request_id
-        self._requests += 1
-        unique = given or blake2b(b"%d" % self._requests, key=self._fingerprint.encode(), digest_size=8).hexdigest()
         reply = REPLIES[request.path](
-            ask, unique, int(self.wall()), self.tokenizer, self._fingerprint, self.options.prompt_tokens_details
+            ask,
+            given or self.unique(),
+            int(self.wall()),
+            self.tokenizer,
+            self._fingerprint,
+            self.options.prompt_tokens_details,
         )
         answer = Answer(self, connection, ask, reply, request)
         answer.failure = failure
@@ -465,21 +507,49 @@ class Engine:
         for job, _ in jobs:
             if why := self.core.reject(job):
                 raise wire.bad_request(why, "input_tokens")
+        if "if-available" in _preferences(request) and not self.core.cached_tokens(jobs[0][0]):
+            raise ApiError(412, "PreconditionFailedError", "No block of this prompt is cached here.")
         self.load += 1
         connection.on_gone = answer.gone
         if ask.stream:
             connection.start(self._after(failure, given))
+        prefill, decode = "prefill" in self.options.phases, "decode" in self.options.phases
+        if ask.bootstrap is not None and prefill and not decode:
+            answer.room = ask.bootstrap[2]
+            transfer.room_of(self, answer.room)
+            self._submit(answer, [(_only_prefill(job), choice) for job, choice in jobs[:1]])
+        elif ask.bootstrap is not None and decode and not prefill:
+            self.spawn(self._join, answer, jobs)
+        elif ask.kv is not None and ask.kv.get("do_remote_prefill"):
+            self.spawn(self._fetch, answer, jobs)
+        else:
+            if ask.kv is not None and ask.kv.get("do_remote_decode"):
+                jobs[0] = (attrs.evolve(jobs[0][0], pin=True), jobs[0][1])
+            self._submit(answer, jobs)
+
+    def _embed(self, request: Request, connection: Connection) -> None:
+        ask = self.parse(request)
+        answer = Answer(
+            self, connection, ask, Reply(ask, self.unique(), int(self.wall()), self.tokenizer, "", False), request
+        )
+        answer.vectors = small.vectors(ask, [self._rng_of(msgspec.msgpack.encode(prompt)) for prompt in ask.prompts])
+        self.load += 1
+        connection.on_gone = answer.gone
+        jobs = [(Job(id=f"embd-{i}", prompt=prompt), Choice(i, (), prompt)) for i, prompt in enumerate(ask.prompts)]
+        answer.reply.choices += [choice for _, choice in jobs]
         self._submit(answer, jobs)
 
     def _jobs(self, ask: Ask, reply: Reply, rng: random.Random) -> list[tuple[Job, Choice]]:
         jobs = []
+        delay = self._encode(ask)
         for index in range(len(ask.prompts) * ask.n):
             prompt = ask.prompts[index // ask.n]
             output, finish, stop_reason = self._say(ask, rng)
             choice = Choice(index, output, prompt, stop_reason=stop_reason)
             reply.choices.append(choice)
+            check = transfer.check_value(self.engine_id, prompt) if ask.kv is not None or ask.bootstrap else index
             job = Job(
-                id=reply.id if index == 0 else f"{reply.id}-{index}",
+                id=f"{reply.id}-{check}",
                 prompt=prompt,
                 output=output,
                 finish=finish,
@@ -488,11 +558,36 @@ class Engine:
                 lora=ask.lora,
                 media=ask.media,
                 reuse=not ask.prompt_logprobs,
+                delay=delay,
                 n=ask.n,
                 max_tokens=ask.max_tokens,
             )
             jobs.append((job, choice))
         return jobs
+
+    def _encode(self, ask: Ask) -> float:
+        """Seconds that encoding takes for the media of *ask* that are neither here nor described by it."""
+        seconds = 0.0
+        telemetry = self.core.telemetry
+        for _, _, content in ask.media:
+            telemetry.media_queries += 1
+            known = content in self._media
+            described = (ask.ec or {}).get(content)
+            if not known and described is not None:
+                known = isinstance(described, dict) and described.get("size_bytes") == transfer.MEDIUM_BYTES
+                if known:
+                    seconds += transfer.MEDIUM_BYTES / (self.options.transfer_gbps * 1e9)
+                else:
+                    telemetry.transfer_failures["wrong"] += 1
+            if known:
+                telemetry.media_hits += 1
+            else:
+                seconds += self.options.encode_seconds
+            self._media[content] = None
+            self._media.move_to_end(content)
+            if len(self._media) > MAX_MEDIA:
+                self._media.popitem(last=False)
+        return seconds
 
     def _submit(self, answer: Answer, jobs: list[tuple[Job, Choice]]) -> None:
         now = trio.current_time()
@@ -503,9 +598,70 @@ class Engine:
             stream.seq = self.core.submit(job, now, stream)
         self._kick.set()
 
+    async def _fetch(self, answer: Answer, jobs: list[tuple[Job, Choice]]) -> None:
+        """The KV of this prompt is elsewhere: get it, or compute the prompt here."""
+        kv = answer.ask.kv
+        assert kv is not None
+        job, choice = jobs[0]
+        telemetry = self.core.telemetry
+        if not transfer.is_sound(kv, job.prompt):
+            telemetry.transfer_failures["wrong"] += 1
+            telemetry.external_queries += len(job.prompt)
+        elif not await transfer.pull(self.world, kv):
+            telemetry.transfer_failures["lost"] += 1
+            telemetry.external_queries += len(job.prompt)
+        else:
+            jobs[0] = (attrs.evolve(job, transfer=transfer.wire_time(self.options)), choice)
+        if not answer.over:
+            self._submit(answer, jobs)
+
+    async def _join(self, answer: Answer, jobs: list[tuple[Job, Choice]]) -> None:
+        """SGLang's decode leg: nothing starts before the prefill leg has the KV."""
+        assert answer.ask.bootstrap is not None
+        there = await transfer.enter(self.world, *answer.ask.bootstrap)
+        if answer.over:
+            return
+        if there:
+            job, choice = jobs[0]
+            jobs[0] = (attrs.evolve(job, transfer=transfer.wire_time(self.options)), choice)
+            self._submit(answer, jobs)
+            return
+        self.core.telemetry.transfer_failures["lost"] += 1
+        answer.failure = "error"
+        self.fail(answer)
+
+    def prefilled(self, answer: Answer) -> None:
+        """A prompt's KV is ready to be fetched, if somebody is to fetch it."""
+        seq = answer.streams[0].seq
+        if seq is None or not seq.job.pin:
+            return
+        if answer.room:
+            room = transfer.room_of(self, answer.room)
+            room.job_id = seq.job.id
+            room.ready.set()
+        else:
+            answer.reply.kv = transfer.describe(self, seq.job, max(seq.cached, 0))
+        self._pins.append((trio.current_time() + self.options.pin_seconds, seq.job.id))
+
+    async def _wait_taken(self, answer: Answer) -> None:
+        room = transfer.room_of(self, answer.room)
+        with trio.move_on_after(transfer.ROOM_SECONDS):
+            await room.taken.wait()
+        self.respond(answer.connection, 200, answer.reply.whole(), failure=answer.failure)
+
     def complete(self, answer: Answer) -> None:
         """A plain answer is ready."""
-        self._respond(answer.connection, 200, answer.reply.whole(), failure=answer.failure)
+        ask = answer.ask
+        if ask.route == wire.EMBEDDINGS:
+            self.respond(answer.connection, 200, answer.reply.embeddings(answer.vectors))
+            return
+        self.prefilled(answer)
+        if ask.media and "encode" in self.options.phases and "decode" not in self.options.phases:
+            answer.reply.ec = transfer.descriptors(self, ask)
+        if answer.room:  # SGLang's prefill answers once its KV is taken
+            self.spawn(self._wait_taken, answer)
+        else:
+            self.respond(answer.connection, 200, answer.reply.whole(), failure=answer.failure)
 
     def fail(self, answer: Answer) -> None:
         """The failure that was drawn for this request happens now."""
@@ -531,7 +687,7 @@ class Engine:
             connection.chunk(error_event(message, kind, status))
             connection.finish(b"data: [DONE]\n\n")
         else:
-            self._respond(connection, status, ApiError(status, kind, message).body(), failure=mode)
+            self.respond(connection, status, ApiError(status, kind, message).body(), failure=mode)
 
 
 _GET: dict[str, Callable[[Engine, Connection], None]] = {
@@ -541,10 +697,29 @@ _GET: dict[str, Callable[[Engine, Connection], None]] = {
     "/load": Engine._load,
     "/metrics": Engine._metrics,
     "/v1/models": Engine._models,
+    "/kv_event_sources": small.kv_event_sources,
 }
 _POST: dict[str, Callable[[Engine, Request, Connection], None]] = {
     **dict.fromkeys(STREAMED, Engine._generate),
+    wire.EMBEDDINGS: Engine._embed,
+    wire.COUNT_TOKENS: small.count_tokens,
+    wire.TOKENIZE: small.tokenize,
+    wire.DETOKENIZE: small.detokenize,
+    wire.RENDER_CHAT: small.render,
+    wire.RENDER_COMPLETIONS: small.render,
+    transfer.PULL: transfer.serve_pull,
+    transfer.ROOM: transfer.serve_room,
 }
+
+
+def _preferences(request: Request) -> set[str]:
+    """Tokens of the Prefer header (RFC 7240), lower case, without their parameters."""
+    return {part.split(";")[0].split("=")[0].strip().lower() for part in request.headers.get("prefer", "").split(",")}
+
+
+def _only_prefill(job: Job) -> Job:
+    """The prefill leg of a request that another engine decodes."""
+    return attrs.evolve(job, output=job.output[:1], finish="length", pin=True)
 
 
 def _spell(name: object) -> str:
