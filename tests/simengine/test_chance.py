@@ -206,7 +206,7 @@ async def test_kv_events_tell_exactly_what_is_cached(maps: bool, bench: Bench, a
         await client.ask("/v1/completions", {"prompt": list(range(start, start + 70)), "max_tokens": 1})
 
     assert index.blocks("e1") == engine.core.pool.findable > 0
-    assert index.match(list(range(100, 170))) == {"e1": 4}
+    assert index.match(list(range(100, 170))) == {"e1": 64}
     assert index.match(list(range(300, 370))) == {}
     assert any(isinstance(event, Removed) for payload in messages for event in decode(payload))
 
