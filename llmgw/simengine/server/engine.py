@@ -643,8 +643,7 @@ class Engine:
             answer.reply.kv = transfer.describe(self, seq.job, max(seq.cached, 0))
         self._pins.append((trio.current_time() + self.options.pin_seconds, seq.job.id))
 
-    async def _wait_taken(self, answer: Answer) -> None:
-        room = transfer.room_of(self, answer.room)
+    async def _wait_taken(self, answer: Answer, room: transfer.Room) -> None:
         with trio.move_on_after(transfer.ROOM_SECONDS):
             await room.taken.wait()
         self.respond(answer.connection, 200, answer.reply.whole(), failure=answer.failure)
@@ -659,7 +658,7 @@ class Engine:
         if ask.media and "encode" in self.options.phases and "decode" not in self.options.phases:
             answer.reply.ec = transfer.descriptors(self, ask)
         if answer.room:  # SGLang's prefill answers once its KV is taken
-            self.spawn(self._wait_taken, answer)
+            self.spawn(self._wait_taken, answer, transfer.room_of(self, answer.room))
         else:
             self.respond(answer.connection, 200, answer.reply.whole(), failure=answer.failure)
 
