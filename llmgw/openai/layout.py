@@ -61,7 +61,7 @@ class Layout(msgspec.Struct, frozen=True, gc=False):
 
 _SIMPLE = re.compile(
     rb'[ \t\r\n]{0,64}("([^"\\\x00-\x1f]{0,64})"[ \t\r\n]{0,64}:[ \t\r\n]{0,64})'
-    rb'("[^"\\]{0,256}"|[^\x00-\x20,:"{}\[\]]{1,32})[ \t\r\n]{0,64},'
+    rb'("[^"\\]{0,256}"|[^\x00-\x20,:"{}\[\]]{1,32})[ \t\r\n]{0,64}([,}])'
 )
 _SPACE = re.compile(rb"[ \t\r\n]*")
 _KEY = re.compile(rb'"([^"\\\x00-\x1f]*(?:\\.[^"\\\x00-\x1f]*)*)"[ \t\r\n]*:', re.DOTALL)
@@ -109,11 +109,13 @@ def steps(body: bytes | bytearray) -> Generator[None, None, Layout]:
     if body[at : at + 1] == b"}":
         return (yield from _closed(body, at, fields))
     while True:
-        simple = _SIMPLE.match(body, at)  # most members are short, and another follows
+        simple = _SIMPLE.match(body, at)  # most members are short
         if simple is not None and len(fields) < FIELDS:
             (start, value), end = simple.span(1), simple.end(3)
             fields.append(Field(_decoded(simple.group(2), start), start, value, end))
             at = simple.end()
+            if body[at - 1] == _END:
+                return (yield from _closed(body, at - 1, fields))
             continue
         at = yield from _space(body, at)
         key = _KEY.match(body, at, at + ATOM)

@@ -156,7 +156,7 @@ def _quick(row: _Row, body: bytes, allow_priority: bool) -> Peek | Refusal | Non
         raw = bytes(prompt)
         if len(raw) > BULK:
             rest = _without(body, row.quoted, raw)
-    if b"\\u" in rest or _doubtful(fields, rest, row.quoted, body is rest):
+    if (b"\\" in rest and b"\\u" in rest) or _doubtful(fields, rest, row.quoted, body is rest):
         return None
     if (refusal := _not_allowed(fields, allow_priority)) is not None:
         return refusal

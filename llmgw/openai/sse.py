@@ -26,16 +26,16 @@ from llmgw.openai.usage import Reported, Usage
 
 AnswerShape = Literal["", "chat", "completions", "responses", "messages"]
 
-_NAMES: dict[AnswerShape, bytes] = {
-    "": b"content|reasoning|reasoning_content|arguments|text",
-    "chat": b"content|reasoning|reasoning_content|arguments",
-    "completions": b"text",
-    "responses": b"delta",
-    "messages": b"text|thinking|partial_json",
+_NAMES: dict[AnswerShape, tuple[bytes, ...]] = {
+    "": (b'"content"', b'"reasoning"', b'"reasoning_content"', b'"arguments"', b'"text"'),
+    "chat": (b'"content"', b'"reasoning"', b'"reasoning_content"', b'"arguments"'),
+    "completions": (b'"text"',),
+    "responses": (b'"delta"',),
+    "messages": (b'"text"', b'"thinking"', b'"partial_json"'),
 }
 """Names of the strings with generated text, by the shape of the answer; "" for a stream whose route is not known."""
 
-_TOKENS = {shape: re.compile(rb'"(' + names + rb')"[ \t]*:[ \t]*"(?!")') for shape, names in _NAMES.items()}
+_WORD = re.compile(rb'[ \t]*:[ \t]*"(?!")')
 
 _FINAL = frozenset({"message_stop", "response.completed", "response.incomplete", "response.failed"})
 """`type` of the event that ends a stream in the dialects without ``[DONE]``."""
@@ -77,7 +77,7 @@ class Meter:
         "_counts",
         "_cutter",
         "_long",
-        "_pattern",
+        "_names",
         "_plain",
         "_word",
         "done",
@@ -88,7 +88,7 @@ class Meter:
     )
 
     def __init__(self, shape: AnswerShape = "", cap: int = CAP) -> None:
-        self._pattern = _TOKENS[shape]
+        self._names = _NAMES[shape]
         self._cap = cap
         self._cutter = Cutter(cap)
         self._counts: dict[bytes, int] = {}  # strings with generated text, by name
@@ -109,7 +109,7 @@ class Meter:
         counts = dict(self._counts)
         if self._plain:
             counts[self._word] = counts.get(self._word, 0) + self._plain
-        twice = min(counts.get(b"reasoning", 0), counts.get(b"reasoning_content", 0))
+        twice = min(counts.get(b'"reasoning"', 0), counts.get(b'"reasoning_content"', 0))
         return sum(counts.values()) - twice
 
     @property
@@ -206,29 +206,34 @@ class Meter:
             self.done = True
             return
         self.events += 1
-        words = list(self._pattern.finditer(data))
-        for word in words:
-            name = word.group(1)
-            self._counts[name] = self._counts.get(name, 0) + 1
+        words = 0
+        word, last = -1, b""
+        for name in self._names:
+            at = data.find(name)
+            while at >= 0:
+                found = _WORD.match(data, at + len(name))
+                if found is not None:
+                    self._counts[name] = self._counts.get(name, 0) + 1
+                    words, word, last = words + 1, found.end(), name
+                at = data.find(name, at + len(name))
         if b'"usage"' in data or b'"error"' in data or b'"type"' in data:
             self._parse(data)
-        elif len(words) == 1 and event.endswith(b"\n\n"):
-            self._learn(event, words[0])
+        elif words == 1 and event.endswith(b"\n\n"):
+            self._learn(event, len(data), word, last)
 
-    def _learn(self, event: bytes, word: re.Match[bytes]) -> None:
-        """Make *event* the template, if its data is one line and its word has no escapes."""
-        data = word.string
-        at = len(event) - 2 - len(data)
+    def _learn(self, event: bytes, length: int, word: int, name: bytes) -> None:
+        """Make *event* the template, if its *length* bytes of data are one line and its word has no escapes."""
+        at = len(event) - 2 - length
         if not event.startswith(b"data:") or at not in (5, 6) or b"\r" in event:
             return
-        start = at + word.end()
+        start = at + word
         end = event.find(b'"', start)
         if event.find(b"\\", start, end) >= 0:
             return
         if self._plain:
             self._counts[self._word] = self._counts.get(self._word, 0) + self._plain
             self._plain = 0
-        self._before, self._after, self._word = event[:start], event[end:], word.group(1)
+        self._before, self._after, self._word = event[:start], event[end:], name
 
     def _parse(self, data: bytes) -> None:
         try:

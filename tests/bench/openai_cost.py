@@ -88,8 +88,8 @@ def main() -> None:
     show("Meter, one event a slice", paced, 40, len(events))
     burst = b"".join(events)
     show("Meter, 260 events a slice, an event", lambda: meter.feed(burst), 40, len(events))
-    escaped = CHUNK % b"a\\nb\\"
-    show("Meter, an event that is looked at exactly", lambda: meter.feed(escaped.replace(b'\\"', b'\\\\"')), 5_000)
+    escaped = CHUNK % b'say \\"hi\\"\\n'
+    show("Meter, an event that is looked at exactly", lambda: meter.feed(escaped), 5_000)
     cut = [burst[i : i + 1448] for i in range(0, len(burst), 1448)]
 
     def segments() -> None:
