@@ -93,9 +93,9 @@ class Meter:
         self._cutter = Cutter(cap)
         self._counts: dict[bytes, int] = {}  # strings with generated text, by name
         self._plain = 0  # … those that the template found
-        self._before = b"\n"  # the template; this one matches no event, since no event begins with a line end
-        self._after = b"\n\n"
-        self._word = b""  # the name that the template's word stands at
+        self._before = b""  # the template
+        self._after = b""
+        self._word = b""  # the name that the template's word stands at; b"" = no template yet
         self._long = False  # within an event above the cap
         self.events = 0
         self.usage: Usage | None = None
@@ -181,6 +181,7 @@ class Meter:
         after = len(event) - len(self._after)
         if (
             before < after
+            and self._word
             and event.startswith(self._before)
             and event.endswith(self._after)
             and event.find(b'"', before, after) < 0

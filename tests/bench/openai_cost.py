@@ -63,6 +63,7 @@ def main() -> None:
     short = request("Say hello to everybody in the room, please, and be nice about it all too.")
     usage = request("Say hello to everybody in the room, please.", stream_options={"include_usage": True})
     prose = request(('the quick brown fox jumps over the "lazy" dog\n' * 1000)[:32_000])
+    odd = request("x", user="\u00e9")
     chats = json.dumps({"model": "m", "messages": [{"role": "user", "content": "x" * 60}] * 320}).encode()
     assert isinstance(peek(chat, short), Peek)
     print(
@@ -71,7 +72,7 @@ def main() -> None:
     show("find", lambda: find("/v1/chat/completions"), 100_000)
     show("peek, 200 bytes", lambda: peek(chat, short))
     show("peek, with stream_options", lambda: peek(chat, usage))
-    show("peek, with a \\u outside the prompt (exact scan)", lambda: peek(chat, request("x", user="\u00e9")), 5_000)
+    show("peek, with a \\u outside the prompt (exact scan)", lambda: peek(chat, odd), 5_000)
     show("peek, 32 KiB, one message", lambda: peek(chat, prose), 500)
     show("peek, 32 KiB, 320 messages", lambda: peek(chat, chats), 500)
     show("rewrite, model and usage, 200 bytes", lambda: rewrite(short, model="other", ask_usage=True), 5_000)

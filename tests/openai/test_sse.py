@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from llmgw.openai.cut import CAP
@@ -94,6 +94,7 @@ def json_spaced(delta: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps({"choices": [{"delta": delta}]}).encode() + b"\n\n"
 
 
+@example([(b"\n", 0, 0), (b": keep-alive\n\n", 0, 0)], b"\n", [1], "whole")
 @given(
     st.lists(pieces, max_size=8),
     st.sampled_from([b"\n", b"\r\n", b"\r"]),
