@@ -1,7 +1,7 @@
 """What an engine says of itself on its metrics page, without parsing the page.
 
 A real page is 50 to 100 KB and some ten lines of it matter here. They are found by searching for the family names at the start of
-a line: a few passes at memory speed instead of a parse of everything (65 KB: 0.1 ms instead of 10 ms).
+a line: a few passes at memory speed instead of a parse of everything (65 KB: 0.2 ms instead of 10 ms).
 
 Of several series of a family (data-parallel ranks are an `engine` label) requests, blocks and progress are added, and for the KV cache the
 fullest counts. Missing, NaN and negative are None: unknown, never zero.
@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import msgspec
 
@@ -51,9 +51,10 @@ _SIGNS = (
     (b"\nnv_trt_llm_", "trtllm"),
 )
 
+_AFTER_NAME = (b"{", b" ", b"\t")
 _SPEC = re.compile(r"(?P<name>[A-Za-z_:][\w:]*)(?:\{(?P<labels>[^{}]*)\})?(?:@(?P<label>[A-Za-z_]\w*))?")
 _LABEL = re.compile(rb'([A-Za-z_]\w*)="((?:[^"\\\n]|\\.)*)"')
-_SAMPLE = re.compile(rb'(\{(?:[^"}\n]|"(?:[^"\\\n]|\\.)*")*\})?[ \t]+([^\s#]+)')
+_SAMPLE = re.compile(rb'(\{(?:[^"}\n]++|"(?:[^"\\\n]++|\\.)*+")*+\})?+[ \t]++([^\s#]++)')
 
 
 @functools.cache
@@ -92,36 +93,49 @@ class _Spec:
                 raise ValueError(f"metric {text!r}: {pair!r} is not LABEL=VALUE")
             self.wanted.append((name.strip().encode(), value.strip().strip('"').encode()))
 
-    def values(self, page: bytes) -> Iterator[float]:
-        """The figures of all series that match; those that are no numbers of this world are left out."""
-        at, start, seen = 0, self.start, 0
-        while seen < SERIES and (at := page.find(start, at)) >= 0:
-            at += len(start)
-            if page[at : at + 1] not in (b"{", b" ", b"\t"):
-                continue  # a longer name
-            seen += 1
-            sample = _SAMPLE.match(page, at)
-            if sample is None:
+    def values(self, page: bytes) -> list[float]:
+        """The figures of all series that match; those that are no numbers of this world are left out.
+
+        The series of a family stand together (the format demands it), so the search ends with the first group.
+        """
+        found: list[float] = []
+        start, size = self.start, len(self.start)
+        at = page.find(start)
+        for _ in range(SERIES):
+            if at < 0:
+                break
+            at += size
+            if page[at : at + 1] not in _AFTER_NAME:
+                at = page.find(start, at)  # a longer name
                 continue
-            text = sample[2]
-            if self.label or self.wanted:
-                labels = dict(_LABEL.findall(sample[1] or b""))
-                if any(labels.get(name) != value for name, value in self.wanted):
-                    continue
-                if self.label:
-                    text = labels.get(self.label, b"")
-            try:
-                value = float(text)
-            except ValueError:
-                continue
-            if math.isfinite(value) and value >= 0:
-                yield value
+            if (value := self._value(_SAMPLE.match(page, at))) is not None:
+                found.append(value)
+            at = page.find(b"\n", at)
+            if not page.startswith(start, at):
+                break
+        return found
+
+    def _value(self, sample: re.Match[bytes] | None) -> float | None:
+        if sample is None:
+            return None
+        text = sample[2]
+        if self.label or self.wanted:
+            labels = dict(_LABEL.findall(sample[1] or b""))
+            if any(labels.get(name) != value for name, value in self.wanted):
+                return None
+            if self.label:
+                text = labels.get(self.label, b"")
+        try:
+            value = float(text)
+        except ValueError:
+            return None
+        return value if math.isfinite(value) and value >= 0 else None
 
 
 def _first(specs: list[_Spec], page: bytes, join: Callable[[list[float]], float]) -> float | None:
     """The first candidate that is on the page, its series joined."""
     for spec in specs:
-        if values := list(spec.values(page)):
+        if values := spec.values(page):
             return join(values)
     return None
 
