@@ -63,11 +63,14 @@ class EndpointView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     health: Health = "joining"
     since: float = 0.0
     inflight: int = 0  # requests of ours that it has
-    prefill_tokens: int = 0  # uncached prompt tokens sent to it whose first token has not come
+    queued: int = 0  # of these, the ones whose first token has not come
+    prefill_tokens: int = 0  # uncached prompt tokens of those
     decode_tokens: int = 0  # tokens still expected of it
     report: Report | None = None
     prefill_rate: float | None = None  # learned, tokens a second
     decode_rate: float | None = None  # learned, tokens a second and sequence
+    overhead: float | None = None  # learned, seconds that a request costs before its first token beside its prefill
+    foreign: float = 0.0  # requests that its report counts and that are not ours (another gateway's)
 
 
 class Snapshot(msgspec.Struct, frozen=True):

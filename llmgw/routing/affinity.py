@@ -1,0 +1,95 @@
+"""What endpoints have cached of a prompt: the exact index where it is trusted, the estimated one elsewhere.
+
+The estimated index counts in blocks of bytes, so tokens follow from the share of the prompt that matched. Capacities are
+given in tokens, and `bytes_a_token` (which usage figures correct) turns them into blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from llmgw.endpoint import Endpoint
+from llmgw.kvcache.blocks import BLOCK
+from llmgw.kvcache.events import ExactIndex
+from llmgw.kvcache.index import CAPACITY, ENTRIES, PrefixIndex
+from llmgw.request import InferenceRequest
+
+BYTES_A_TOKEN = 4.0  # English; corrected by what engines count
+STEP = 0.02  # weight of one request in that correction
+
+NOTHING: Mapping[str, int] = {}
+
+
+class Affinity:
+    """Both indexes."""
+
+    def __init__(self, entries: int = ENTRIES, block_tokens: float | None = None) -> None:
+        """*block_tokens*: tokens a block of the requests has, where it is known (replayed traces)."""
+        self.estimated = PrefixIndex(entries)
+        self.exact = ExactIndex()
+        self._fixed = block_tokens
+        self.bytes_a_token = BYTES_A_TOKEN
+        self._tokens: dict[str, int | None] = {}
+
+    @property
+    def block_tokens(self) -> float:
+        return self._fixed or BLOCK / self.bytes_a_token
+
+    def replace(self, endpoints: Sequence[Endpoint]) -> None:
+        """The full set. Who stays (same id) keeps its blocks."""
+        ids = {e.id for e in endpoints}
+        for gone in self._tokens.keys() - ids:
+            self.estimated.forget(gone)
+            self.exact.forget(gone)
+            del self._tokens[gone]
+        for endpoint in endpoints:
+            tokens = endpoint.blocks * endpoint.block_size if endpoint.blocks and endpoint.block_size else None
+            self.resize(endpoint.id, tokens)
+
+    def resize(self, endpoint: str, tokens: int | None) -> None:
+        """Its cache has room for *tokens*; None = unknown."""
+        self._tokens[endpoint] = tokens
+        self.estimated.resize(endpoint, CAPACITY if tokens is None else int(tokens / self.block_tokens))
+
+    def matched(self, request: InferenceRequest, ids: Sequence[int] = ()) -> Mapping[str, int]:
+        """Prompt tokens that each endpoint has, by its id. *ids*: the prompt's tokens, where they are known."""
+        blocks = request.blocks
+        if not blocks:
+            return self.exact.match(ids, request.lora) if ids else NOTHING
+        found = self.estimated.match(blocks)
+        if found:
+            share = request.prompt_tokens / max(len(blocks), 1)
+            found = {name: int(depth * share) for name, depth in found.items()}
+        if ids and self.exact.trusted:
+            found = {n: t for n, t in found.items() if n not in self.exact.trusted}
+            found.update(self.exact.match(ids, request.lora))
+        return found
+
+    def sent(self, endpoint: str, request: InferenceRequest) -> None:
+        """*request* goes to *endpoint*, which will have its prompt."""
+        if request.blocks:
+            self.estimated.record(endpoint, request.blocks)
+
+    def ended(
+        self,
+        endpoint: str,
+        request: InferenceRequest,
+        prompt_tokens: int | None,
+        cached_tokens: int | None,
+        completion_tokens: int | None,
+        *,
+        computed: bool,
+    ) -> None:
+        """It is over. *computed*: its prompt was (a first token came); else the endpoint has not got it."""
+        blocks = request.blocks
+        if not blocks:
+            return
+        if not computed:
+            self.estimated.correct(endpoint, blocks, 0)
+            return
+        if completion_tokens:
+            self.estimated.fill(endpoint, int(completion_tokens / self.block_tokens))
+        if prompt_tokens and not self._fixed and request.prompt_tokens and not request.media:
+            ratio = BLOCK * len(blocks) / prompt_tokens
+            if 1.0 <= ratio <= 16.0 and len(blocks) >= 8:
+                self.bytes_a_token += STEP * (ratio - self.bytes_a_token)

@@ -1,0 +1,277 @@
+"""The gateway's own account of what every endpoint has to do, and how fast it has been seen to do it.
+
+A *leg* is one request on one endpoint: opened when it is sent, `first` at its first token, `progress` while it streams,
+closed once. What a leg adds is taken away again by the same leg, so counters cannot go below zero, and neither health, nor a
+metrics page, nor a reload touches them: an endpoint that stays (same id) keeps its account, one that goes keeps it
+until its last leg is closed.
+
+Speed is learned from first tokens. An engine prefills in order, so from one first token to the next (or from the request, if
+that came later) it was at work on that request alone: tokens ÷ that time is a sample of its prefill rate, and the
+upper quartile of the samples is taken, since all that disturbs a sample makes it slower. What the rate does not explain is
+*overhead*: seconds a request costs whatever its length (tokenising, waiting for a step, waiting for a slot). Decode
+speed is tokens a second and sequence over the last `DECODE_WINDOW` seconds. What has not been observed for a while drifts to the
+fleet's median with half-life `DRIFT`: an engine that was slow once gets another chance.
+
+    engine report, while fresh (`fresh` seconds): requests that it counts and we do not know are *foreign* load
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from math import exp, log
+
+import msgspec
+
+from llmgw.endpoint import Endpoint, EndpointView, Health, Report, Snapshot
+
+FRESH = 5.0  # seconds that a report is believed: five scrapes of the default interval
+MERGE = 0.005  # first tokens that come so close were prefilled in one step
+SAMPLE_TOKENS = 256  # a prefill sample with fewer tokens says more of the overhead than of the rate
+QUANTILE = 0.75
+PREFILL_STEP = 0.2  # of log rate, a sample: a fourfold change of speed is found within some 30 requests
+OVERHEAD_STEP = 0.1  # weight of a new sample
+DECODE_WINDOW = 10.0  # seconds
+DRIFT = 120.0  # seconds
+REFRESH = 1.0  # seconds between two looks at what changes by time alone
+
+
+class _Leg(msgspec.Struct, gc=False):
+    account: _Account
+    sent: float
+    prefill: int  # uncached prompt tokens, while no token has come; then 0
+    decode: int  # tokens still expected
+    queued: bool = True
+    tokens: int = 0  # that have come
+    seen: float = 0.0  # when they had
+
+
+class _Account:
+    """One endpoint's. Plain attributes: it is read and written several times a request."""
+
+    __slots__ = (
+        "decode_at", "decode_seconds", "decode_sum", "decode_tokens", "dirty", "end", "foreign", "health", "inflight",
+        "learned", "log_prefill", "overhead", "prefill_tokens", "queued", "report", "sample_n", "sample_start",
+        "sample_tokens", "since", "slot",
+    )  # fmt: skip
+
+    def __init__(self, now: float) -> None:
+        self.slot: int | None = None  # where its view stands in the snapshot; None: it is gone, legs remain
+        self.dirty = True
+        self.health: Health = "joining"
+        self.since = now
+        self.inflight = self.queued = self.prefill_tokens = self.decode_tokens = 0
+        self.report: Report | None = None
+        self.foreign = 0.0
+        self.log_prefill: float | None = None
+        self.overhead: float | None = None
+        self.learned = now  # when a sample came last
+        self.sample_start = self.end = now  # the sample that is being made
+        self.sample_tokens = self.sample_n = 0
+        self.decode_sum = self.decode_seconds = 0.0
+        self.decode_at = now
+
+    def first_token(self, leg: _Leg, now: float) -> None:
+        """A prefill has ended: the sample before it is complete, unless both ended in one step."""
+        if self.sample_n and now - self.end > MERGE:
+            self._learn(self.sample_tokens, self.sample_n, self.end - self.sample_start)
+            self.learned = now
+            self.sample_n = 0
+        if not self.sample_n:
+            self.sample_start = max(leg.sent, self.end)
+            self.sample_tokens = 0
+        self.sample_tokens += leg.prefill
+        self.sample_n += 1
+        self.end = now
+
+    def _learn(self, tokens: int, requests: int, seconds: float) -> None:
+        if seconds <= 0:
+            return
+        if tokens >= SAMPLE_TOKENS * requests:
+            sample = log(tokens / seconds)
+            rate = self.log_prefill
+            if rate is None:
+                self.log_prefill = sample
+            else:
+                self.log_prefill = rate + PREFILL_STEP * (QUANTILE if sample > rate else QUANTILE - 1)
+        if self.log_prefill is not None:
+            extra = max(0.0, seconds - tokens / exp(self.log_prefill)) / requests
+            self.overhead = extra if self.overhead is None else self.overhead + OVERHEAD_STEP * (extra - self.overhead)
+
+    def decoded(self, tokens: int, seconds: float, now: float) -> None:
+        """*tokens* of one sequence came within *seconds*."""
+        keep = exp((self.decode_at - now) / DECODE_WINDOW)
+        self.decode_at = now
+        self.decode_sum = self.decode_sum * keep + tokens
+        self.decode_seconds = self.decode_seconds * keep + seconds
+
+    @property
+    def decode_rate(self) -> float | None:
+        return self.decode_sum / self.decode_seconds if self.decode_seconds > 0.01 and self.decode_sum else None
+
+
+class Ledger:
+    """All accounts. `snapshot` is what decisions see."""
+
+    def __init__(self, now: float = 0.0, fresh: float = FRESH) -> None:
+        self._fresh = fresh
+        self._accounts: dict[str, _Account] = {}
+        self._legs: dict[Hashable, _Leg] = {}
+        self._endpoints: tuple[Endpoint, ...] = ()
+        self._by_slot: list[_Account] = []
+        self._views: list[EndpointView] = []
+        self._dirty: list[_Account] = []
+        self._revision = 0
+        self._refreshed = now
+
+    def replace(self, endpoints: Iterable[Endpoint], now: float) -> None:
+        """The full set. Accounts go by id: who stays keeps everything."""
+        self._endpoints = tuple(endpoints)
+        for account in self._accounts.values():
+            account.slot = None
+        self._by_slot = []
+        for slot, endpoint in enumerate(self._endpoints):
+            account = self._accounts.setdefault(endpoint.id, _Account(now))
+            account.slot = slot
+            self._by_slot.append(account)
+        self._accounts = {k: a for k, a in self._accounts.items() if a.slot is not None or a.inflight}
+        self._views = [EndpointView()] * len(self._endpoints)
+        self._dirty = []
+        for account in self._by_slot:
+            account.dirty = False
+            self._mark(account)
+
+    def open(self, leg: Hashable, endpoint: str, *, prefill: int, decode: int, now: float) -> None:
+        """*leg* was sent: *prefill* uncached prompt tokens to compute (0 for a decode-only leg), *decode* tokens expected.
+
+        Raises ValueError if it is open already: a request counted twice would never be closed twice.
+        """
+        if leg in self._legs:
+            raise ValueError(f"leg {leg!r} is open already")
+        account = self._accounts.get(endpoint)
+        if account is None:  # decided on a snapshot that has been replaced since
+            account = self._accounts[endpoint] = _Account(now)
+        self._legs[leg] = _Leg(account, now, prefill, decode)
+        account.inflight += 1
+        account.queued += 1
+        account.prefill_tokens += prefill
+        account.decode_tokens += decode
+        self._mark(account)
+
+    def first(self, leg: Hashable, now: float) -> None:
+        """Its first token has come. Later calls change nothing."""
+        found = self._legs.get(leg)
+        if found is not None and found.queued:
+            account = found.account
+            account.first_token(found, now)
+            account.queued -= 1
+            account.prefill_tokens -= found.prefill
+            found.queued = False
+            found.prefill = 0
+            found.tokens = 1
+            found.seen = now
+            self._mark(account)
+
+    def progress(self, leg: Hashable, tokens: int, now: float) -> None:
+        """It has *tokens* by now."""
+        found = self._legs.get(leg)
+        if found is None:
+            return
+        self.first(leg, now)
+        more = tokens - found.tokens
+        if more <= 0:
+            return
+        account = found.account
+        account.decoded(more, now - found.seen, now)
+        found.tokens = tokens
+        found.seen = now
+        done = min(found.decode, more)
+        found.decode -= done
+        account.decode_tokens -= done
+        self._mark(account)
+
+    def close(self, leg: Hashable) -> bool:
+        """It has ended, however it ended. False: it was not open (closed before)."""
+        found = self._legs.pop(leg, None)
+        if found is None:
+            return False
+        account = found.account
+        account.inflight -= 1
+        account.queued -= found.queued
+        account.prefill_tokens -= found.prefill
+        account.decode_tokens -= found.decode
+        if account.slot is None and not account.inflight:
+            self._accounts = {k: a for k, a in self._accounts.items() if a is not account}
+        self._mark(account)
+        return True
+
+    def report(self, endpoint: str, report: Report) -> None:
+        """What its metrics page says. A page that could not be had is not reported: the last one ages."""
+        account = self._accounts.get(endpoint)
+        if account is None:
+            return
+        account.report = report
+        if report.running is not None or report.waiting is not None:
+            known = account.inflight
+            foreign = max(0.0, (report.running or 0.0) + (report.waiting or 0.0) - known)
+            # Ours that end between the engine's last step and the scrape look foreign for one scrape: halve the step.
+            account.foreign = (account.foreign + foreign) / 2
+        self._mark(account)
+
+    def health(self, endpoint: str, health: Health, since: float) -> None:
+        account = self._accounts.get(endpoint)
+        if account is not None:
+            account.health = health
+            account.since = since
+            self._mark(account)
+
+    def snapshot(self, now: float) -> Snapshot:
+        """What decisions see. The tuple of endpoints is the same object as long as the set is."""
+        if now - self._refreshed >= REFRESH:
+            self._refresh(now)
+        if self._dirty:
+            for account in self._dirty:
+                account.dirty = False
+                if account.slot is not None:
+                    self._views[account.slot] = self._view(account, now)
+            self._dirty = []
+            self._revision += 1
+        return Snapshot(self._revision, self._endpoints, tuple(self._views))
+
+    def open_legs(self) -> int:
+        return len(self._legs)
+
+    def _mark(self, account: _Account) -> None:
+        if not account.dirty:
+            account.dirty = True
+            self._dirty.append(account)
+
+    def _refresh(self, now: float) -> None:
+        """Ages: what was learned long ago drifts to the median, a stale report loses its foreign load."""
+        keep = 0.5 ** ((now - self._refreshed) / DRIFT)
+        self._refreshed = now
+        known = sorted(a.log_prefill for a in self._by_slot if a.log_prefill is not None)
+        middle = known[len(known) // 2] if known else None
+        for account in self._by_slot:
+            if account.log_prefill is not None and middle is not None and now - account.learned > DRIFT / 2:
+                account.log_prefill = middle + (account.log_prefill - middle) * keep
+                account.overhead = (account.overhead or 0.0) * keep
+                self._mark(account)
+            if account.foreign and (account.report is None or now - account.report.at > self._fresh):
+                account.foreign = 0.0
+                self._mark(account)
+
+    def _view(self, account: _Account, now: float) -> EndpointView:
+        rate = account.log_prefill
+        return EndpointView(
+            health=account.health,
+            since=account.since,
+            inflight=account.inflight,
+            queued=account.queued,
+            prefill_tokens=account.prefill_tokens,
+            decode_tokens=account.decode_tokens,
+            report=account.report,
+            prefill_rate=None if rate is None else exp(rate),
+            decode_rate=account.decode_rate,
+            overhead=account.overhead,
+            foreign=account.foreign,
+        )

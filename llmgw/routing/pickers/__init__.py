@@ -1,0 +1,1 @@
+"""Which of the cheap endpoints is taken: one file, one picker."""
