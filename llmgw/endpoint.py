@@ -68,9 +68,10 @@ class EndpointView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     decode_tokens: int = 0  # tokens still expected of it
     report: Report | None = None
     prefill_rate: float | None = None  # learned, tokens a second
-    decode_rate: float | None = None  # learned, tokens a second and sequence
+    decode_rate: float | None = None  # learned, tokens a second that one more sequence would get
     overhead: float | None = None  # learned, seconds that a request costs before its first token beside its prefill
     foreign: float = 0.0  # requests that its report counts and that are not ours (another gateway's)
+    ahead: float | None = None  # seconds of work before it would turn to one more request, at the learned rates
 
 
 class Snapshot(msgspec.Struct, frozen=True):

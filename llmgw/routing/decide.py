@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from operator import add
 
-from llmgw.endpoint import Snapshot
+from llmgw.endpoint import Endpoint, EndpointView, Snapshot
 from llmgw.request import Refusal
 from llmgw.routing.decision import Decision, Refused
-from llmgw.routing.field import Field, Query
+from llmgw.routing.field import Field, Query, Roster
 from llmgw.routing.profiles import Profile
 
 
@@ -28,7 +28,7 @@ def decide(
 
     A refusal names the filter that left nobody.
     """
-    endpoints, views = snapshot.endpoints, snapshot.views
+    endpoints = snapshot.endpoints
     at: Sequence[int] = range(len(endpoints))
     refused: tuple[Refused, ...] = ()
     for one in profile.filters:
@@ -42,26 +42,23 @@ def decide(
         at = stay
     if not at:
         return _nobody(query, snapshot, Refused("model", ()), refused)
-    if len(at) == len(views):
-        field = Field(query, endpoints, views, matched, now)
-    else:
-        field = Field(query, [endpoints[i] for i in at], [views[i] for i in at], matched, now)
-    columns = []
+    views: Sequence[EndpointView] = snapshot.views
+    if len(at) != len(views):
+        views = [views[i] for i in at]
+    field = Field(query, _roster(endpoints), at, views, matched, now)
+    columns: list[Sequence[float] | None] = []
     costs: Sequence[float] = ()
     for scorer, weight in profile.scorers:
         column = scorer.score(field)
-        if weight != 1.0:
-            column = [weight * x for x in column]
+        if column is not None:
+            if weight != 1.0:
+                column = [weight * x for x in column]
+            costs = list(map(add, costs, column)) if costs else column
         columns.append(column)
-        costs = list(map(add, costs, column)) if costs else column
-    if not costs:
-        costs = [0.0] * len(at)
-    chosen = profile.picker.pick(costs, field, random)
-    view, endpoint = field.views[chosen], field.endpoints[chosen]
+    chosen = profile.picker.pick(costs or [0.0] * len(at), field, random)
+    view = views[chosen]
     prompt = query.request.prompt_tokens
-    cached = min(max(0, prompt - 1), matched.get(endpoint.id, 0)) if matched else 0
-    overhead = view.overhead or 0.0
-    work = view.prefill_tokens + prompt - cached
+    cached = field.hit(chosen) if matched else 0
     return Decision(
         request_id=query.request.id,
         model=query.model,
@@ -69,7 +66,7 @@ def decide(
         phases=query.phases,
         at=now,
         revision=snapshot.revision,
-        endpoint=endpoint,
+        endpoint=endpoints[at[chosen]],
         endpoints=endpoints,
         candidates=at,
         chosen=chosen,
@@ -79,8 +76,24 @@ def decide(
         refused=refused,
         prompt_tokens=prompt,
         cached_tokens=cached,
-        ttft=work / field.prefill_rates[chosen] + (view.queued + 1) * overhead,
+        ttft=(view.ahead or 0.0) + (prompt - cached) / field.prefill_rates[chosen] + (view.overhead or 0.0),
     )
+
+
+ROSTERS = 4  # sets of endpoints that are remembered: the present one, and that of a comparison or a test beside it
+
+_rosters: list[Roster] = []
+
+
+def _roster(endpoints: tuple[Endpoint, ...]) -> Roster:
+    """The same for the same tuple: a memo, since a set is decided on thousands of times."""
+    for roster in _rosters:
+        if roster.endpoints is endpoints:
+            return roster
+    roster = Roster(endpoints)
+    _rosters.insert(0, roster)
+    del _rosters[ROSTERS:]
+    return roster
 
 
 _SAYS = {

@@ -37,7 +37,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     candidates: Sequence[int]  # positions of those that passed all filters
     chosen: int  # position in `candidates`
     scorers: tuple[str, ...]
-    columns: tuple[Sequence[float], ...]
+    columns: tuple[Sequence[float] | None, ...]  # None: all zero
     costs: Sequence[float]
     refused: tuple[Refused, ...]
     prompt_tokens: int

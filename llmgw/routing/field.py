@@ -6,8 +6,9 @@ Columns that several scorers need are made when the first asks.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, cast
 
 import msgspec
 
@@ -33,39 +34,69 @@ class Query(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     sticky: str = ""  # endpoint id that serves its session
 
 
+class Roster:
+    """What follows from a set of endpoints alone: made once a set, not once a request."""
+
+    __slots__ = ("endpoints", "position")
+
+    def __init__(self, endpoints: tuple[Endpoint, ...]) -> None:
+        self.endpoints = endpoints
+        self.position = {e.id: i for i, e in enumerate(endpoints)}
+
+
 class Field:
     """The candidates that are left, and their columns."""
 
-    __slots__ = (
-        "_decode_rates",
-        "_hits",
-        "_overheads",
-        "_prefill_rates",
-        "endpoints",
-        "matched",
-        "now",
-        "query",
-        "views",
-    )
+    __slots__ = ("_decode_rates", "_hits", "_prefill_rates", "at", "matched", "now", "query", "roster", "views")
 
     def __init__(
         self,
         query: Query,
-        endpoints: Sequence[Endpoint],
+        roster: Roster,
+        at: Sequence[int],
         views: Sequence[EndpointView],
         matched: Mapping[str, int],
         now: float,
     ) -> None:
-        """*matched*: prompt tokens that an endpoint has cached, by its id; absent = none."""
+        """*at*: positions of the candidates in the roster, ascending; *views* belong to them. *matched*: prompt tokens
+        that an endpoint has cached, by its id; absent = none."""
         self.query = query
-        self.endpoints = endpoints
+        self.roster = roster
+        self.at = at
         self.views = views
         self.matched = matched
         self.now = now
         self._prefill_rates: list[float] | None = None
         self._decode_rates: list[float] | None = None
-        self._overheads: list[float] | None = None
-        self._hits: list[int] | None = None
+        self._hits: list[tuple[int, int]] | None = None
+
+    @property
+    def endpoints(self) -> list[Endpoint]:
+        everyone = self.roster.endpoints
+        return [everyone[i] for i in self.at]
+
+    def find(self, endpoint: str) -> int | None:
+        """Where *endpoint* (an id) stands among the candidates; None: it is none of them."""
+        position = self.roster.position.get(endpoint)
+        if position is None:
+            return None
+        at = bisect_left(self.at, position)
+        return at if at < len(self.at) and self.at[at] == position else None
+
+    @property
+    def hits(self) -> list[tuple[int, int]]:
+        """(candidate, prompt tokens that it has cached) of those that have any. Never the whole prompt: engines compute
+        its last token anew."""
+        if (found := self._hits) is None:
+            most = max(0, self.query.request.prompt_tokens - 1)
+            found = self._hits = [
+                (at, min(most, tokens)) for name, tokens in self.matched.items() if (at := self.find(name)) is not None
+            ]
+        return found
+
+    def hit(self, candidate: int) -> int:
+        """Prompt tokens that *candidate* has cached."""
+        return next((tokens for at, tokens in self.hits if at == candidate), 0)
 
     @property
     def prefill_rates(self) -> list[float]:
@@ -76,34 +107,27 @@ class Field:
 
     @property
     def decode_rates(self) -> list[float]:
-        """Tokens a second and sequence, at the batch size of now."""
+        """Tokens a second that one more sequence would get."""
         if (found := self._decode_rates) is None:
             found = self._decode_rates = _known([v.decode_rate for v in self.views], DECODE_RATE)
         return found
 
     @property
-    def overheads(self) -> list[float]:
-        """Seconds a request costs an endpoint beside its tokens."""
-        if (found := self._overheads) is None:
-            found = self._overheads = [v.overhead or 0.0 for v in self.views]
-        return found
-
-    @property
-    def hits(self) -> list[int]:
-        """Prompt tokens that are cached; never the whole prompt, of which engines compute the last token anew."""
-        if (found := self._hits) is None:
-            get, most = self.matched.get, max(0, self.query.request.prompt_tokens - 1)
-            found = self._hits = [min(most, get(e.id, 0)) for e in self.endpoints]
-        return found
+    def ahead(self) -> list[float]:
+        """Seconds of work before the endpoint would turn to the request."""
+        found = [v.ahead for v in self.views]
+        if None in found:
+            pairs = zip(self.views, self.prefill_rates, strict=True)
+            return [v.prefill_tokens / rate if v.ahead is None else v.ahead for v, rate in pairs]
+        return cast("list[float]", found)
 
 
 def _known(values: list[float | None], default: float) -> list[float]:
     """The median of the known ones in place of None."""
-    known = [value for value in values if value is not None]
-    if len(known) == len(values):
-        return known
+    if None not in values:
+        return cast("list[float]", values)
+    known = sorted(value for value in values if value is not None)
     if known:
-        known.sort()
         default = known[len(known) // 2]
     return [default if value is None else value for value in values]
 
@@ -123,8 +147,8 @@ class Scorer(Protocol):
 
     name: ClassVar[str]
 
-    def score(self, field: Field) -> list[float]:
-        """Seconds, one a candidate; lower is better, negative is time saved."""
+    def score(self, field: Field) -> list[float] | None:
+        """Seconds, one a candidate; lower is better, negative is time saved. None: nothing to say, all zero."""
         ...
 
 

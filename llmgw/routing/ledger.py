@@ -8,8 +8,10 @@ until its last leg is closed.
 Speed is learned from first tokens. An engine prefills in order, so from one first token to the next (or from the request, if
 that came later) it was at work on that request alone: tokens ÷ that time is a sample of its prefill rate, and the
 upper quartile of the samples is taken, since all that disturbs a sample makes it slower. What the rate does not explain is
-*overhead*: seconds a request costs whatever its length (tokenising, waiting for a step, waiting for a slot). Decode
-speed is tokens a second and sequence over the last `DECODE_WINDOW` seconds. What has not been observed for a while drifts to the
+*overhead*: seconds a request costs whatever its length (tokenising, waiting for a step, waiting for a slot). The time a
+token takes is fitted, over the last `DECODE_WINDOW` seconds, as a line over the number of sequences that decode together, so
+that the speed which one more would find is known at once, not when the engine has shown it. An engine that gives no first token
+although some are due is blocked (no slot, no room in its cache, hung): the time it has been silent is its overhead then. What has not been observed for a while drifts to the
 fleet's median with half-life `DRIFT`: an engine that was slow once gets another chance.
 
     engine report, while fresh (`fresh` seconds): requests that it counts and we do not know are *foreign* load
@@ -30,7 +32,10 @@ SAMPLE_TOKENS = 256  # a prefill sample with fewer tokens says more of the overh
 QUANTILE = 0.75
 PREFILL_STEP = 0.2  # of log rate, a sample: a fourfold change of speed is found within some 30 requests
 OVERHEAD_STEP = 0.1  # weight of a new sample
-DECODE_WINDOW = 10.0  # seconds
+DECODE_WINDOW = 20.0  # seconds
+CONTENTION = 0.01  # how much of a token's time another sequence adds, before it has been seen (0.005 to 0.04 measured)
+CONTENTION_WEIGHT = 9.0  # variance of the batch size (sequences²) at which what was seen counts as much as that
+FOREIGN_TOKENS = 500  # uncached prompt tokens that a request of another gateway is taken for
 DRIFT = 120.0  # seconds
 REFRESH = 1.0  # seconds between two looks at what changes by time alone
 
@@ -49,9 +54,10 @@ class _Account:
     """One endpoint's. Plain attributes: it is read and written several times a request."""
 
     __slots__ = (
-        "decode_at", "decode_seconds", "decode_sum", "decode_tokens", "dirty", "end", "foreign", "health", "inflight",
+        "decode_at", "decode_batch", "decode_batch2", "decode_both", "decode_pace", "decode_tokens", "decode_weight",
+        "dirty", "end", "foreign", "health", "inflight",
         "learned", "log_prefill", "overhead", "prefill_tokens", "queued", "report", "sample_n", "sample_start",
-        "sample_tokens", "since", "slot",
+        "sample_tokens", "since", "slot", "waiting_since",
     )  # fmt: skip
 
     def __init__(self, now: float) -> None:
@@ -64,10 +70,11 @@ class _Account:
         self.foreign = 0.0
         self.log_prefill: float | None = None
         self.overhead: float | None = None
+        self.waiting_since = now  # when the queue was last empty
         self.learned = now  # when a sample came last
         self.sample_start = self.end = now  # the sample that is being made
         self.sample_tokens = self.sample_n = 0
-        self.decode_sum = self.decode_seconds = 0.0
+        self.decode_weight = self.decode_pace = self.decode_batch = self.decode_batch2 = self.decode_both = 0.0
         self.decode_at = now
 
     def first_token(self, leg: _Leg, now: float) -> None:
@@ -92,21 +99,36 @@ class _Account:
             if rate is None:
                 self.log_prefill = sample
             else:
-                self.log_prefill = rate + PREFILL_STEP * (QUANTILE if sample > rate else QUANTILE - 1)
+                up, down = PREFILL_STEP * QUANTILE, PREFILL_STEP * (QUANTILE - 1)
+                self.log_prefill = rate + min(max(sample - rate, down), up)
         if self.log_prefill is not None:
             extra = max(0.0, seconds - tokens / exp(self.log_prefill)) / requests
             self.overhead = extra if self.overhead is None else self.overhead + OVERHEAD_STEP * (extra - self.overhead)
 
     def decoded(self, tokens: int, seconds: float, now: float) -> None:
-        """*tokens* of one sequence came within *seconds*."""
+        """*tokens* of one sequence came within *seconds*: one sample of (batch size, seconds a token)."""
         keep = exp((self.decode_at - now) / DECODE_WINDOW)
         self.decode_at = now
-        self.decode_sum = self.decode_sum * keep + tokens
-        self.decode_seconds = self.decode_seconds * keep + seconds
+        pace, batch = seconds / tokens, self.inflight - self.queued
+        weight = min(seconds, 1.0)
+        self.decode_weight = self.decode_weight * keep + weight
+        self.decode_pace = self.decode_pace * keep + weight * pace
+        self.decode_batch = self.decode_batch * keep + weight * batch
+        self.decode_batch2 = self.decode_batch2 * keep + weight * batch * batch
+        self.decode_both = self.decode_both * keep + weight * batch * pace
 
     @property
     def decode_rate(self) -> float | None:
-        return self.decode_sum / self.decode_seconds if self.decode_seconds > 0.01 and self.decode_sum else None
+        """Tokens a second that one more sequence would get."""
+        weight = self.decode_weight
+        if weight < 1e-3 or self.decode_pace <= 0:
+            return None
+        pace, batch = self.decode_pace / weight, self.decode_batch / weight
+        variance = max(0.0, self.decode_batch2 / weight - batch * batch)
+        together = self.decode_both / weight - pace * batch
+        slope = (together + CONTENTION_WEIGHT * CONTENTION * pace) / (variance + CONTENTION_WEIGHT)
+        slope = min(max(slope, 0.0), pace / max(batch, 1.0))  # more than proportional would be no batching at all
+        return 1.0 / max(pace + slope * (self.inflight - self.queued + 1 - batch), pace / 10)
 
 
 class Ledger:
@@ -152,6 +174,8 @@ class Ledger:
             account = self._accounts[endpoint] = _Account(now)
         self._legs[leg] = _Leg(account, now, prefill, decode)
         account.inflight += 1
+        if not account.queued:
+            account.waiting_since = now
         account.queued += 1
         account.prefill_tokens += prefill
         account.decode_tokens += decode
@@ -256,12 +280,22 @@ class Ledger:
                 account.log_prefill = middle + (account.log_prefill - middle) * keep
                 account.overhead = (account.overhead or 0.0) * keep
                 self._mark(account)
+            if account.queued:
+                self._mark(account)
             if account.foreign and (account.report is None or now - account.report.at > self._fresh):
                 account.foreign = 0.0
                 self._mark(account)
 
     def _view(self, account: _Account, now: float) -> EndpointView:
-        rate = account.log_prefill
+        rate = None if account.log_prefill is None else exp(account.log_prefill)
+        overhead = account.overhead
+        ahead = None
+        if rate is not None:
+            overhead = overhead or 0.0
+            if account.queued:
+                due = account.prefill_tokens / account.queued / rate
+                overhead = max(overhead, now - max(account.waiting_since, account.end) - due)
+            ahead = (account.prefill_tokens + account.foreign * FOREIGN_TOKENS) / rate + account.queued * overhead
         return EndpointView(
             health=account.health,
             since=account.since,
@@ -270,8 +304,9 @@ class Ledger:
             prefill_tokens=account.prefill_tokens,
             decode_tokens=account.decode_tokens,
             report=account.report,
-            prefill_rate=None if rate is None else exp(rate),
+            prefill_rate=rate,
             decode_rate=account.decode_rate,
-            overhead=account.overhead,
+            overhead=overhead,
             foreign=account.foreign,
+            ahead=ahead,
         )

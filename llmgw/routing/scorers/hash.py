@@ -16,7 +16,7 @@ class Hash:
     api = 1
     name = "hash"
 
-    def score(self, field: Field) -> list[float]:
+    def score(self, field: Field) -> list[float] | None:
         request = field.query.request
         start = crc32((request.session or request.head.client or request.id).encode())
         values = [crc32(e.id.encode(), start) for e in field.endpoints]

@@ -17,11 +17,16 @@ class Health:
         self.degraded = degraded
         self.ramp = ramp
 
-    def score(self, field: Field) -> list[float]:
-        now, ramp, degraded = field.now, self.ramp, self.degraded
-        return [
-            (degraded if v.health == "degraded" else 0.0)
-            if (age := now - v.since) >= ramp or not v.inflight
-            else v.inflight * (1.0 - age / ramp)
-            for v in field.views
-        ]
+    def score(self, field: Field) -> list[float] | None:
+        young = field.now - self.ramp
+        doubtful = [at for at, v in enumerate(field.views) if v.since > young or v.health != "ready"]
+        if not doubtful:
+            return None
+        found = [0.0] * len(field.views)
+        for at in doubtful:
+            view = field.views[at]
+            if view.health != "ready":
+                found[at] = self.degraded
+            if view.since > young:
+                found[at] += view.inflight * (view.since - young) / self.ramp
+        return found

@@ -11,5 +11,5 @@ class Inflight:
     api = 1
     name = "inflight"
 
-    def score(self, field: Field) -> list[float]:
+    def score(self, field: Field) -> list[float] | None:
         return [(v.inflight + v.foreign) / e.weight for v, e in zip(field.views, field.endpoints, strict=True)]

@@ -18,7 +18,7 @@ class Kv:
         self.start = start
         self.most = most
 
-    def score(self, field: Field) -> list[float]:
+    def score(self, field: Field) -> list[float] | None:
         start, slope = self.start, self.most / (FULL - self.start)
         return [
             max(0.0, (0.5 if (r := v.report) is None or r.kv_usage is None else r.kv_usage) - start) * slope

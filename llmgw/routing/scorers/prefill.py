@@ -8,7 +8,7 @@ from llmgw.routing.field import Field
 class Prefill:
     """Seconds to compute the whole prompt at the measured speed, and the time it costs those that are decoding there.
 
-    While a prompt is computed the tokens of all running answers wait. *shared*: how much of that wait counts.
+    While a prompt is computed the tokens of all running answers wait. *shared*: how much of one's wait counts.
     """
 
     api = 1
@@ -17,9 +17,8 @@ class Prefill:
     def __init__(self, shared: float = 0.1) -> None:
         self.shared = shared
 
-    def score(self, field: Field) -> list[float]:
-        tokens, shared = field.query.request.prompt_tokens, self.shared
-        return [
-            (1.0 + shared * (v.inflight - v.queued)) * tokens / rate + overhead
-            for v, rate, overhead in zip(field.views, field.prefill_rates, field.overheads, strict=True)
-        ]
+    def score(self, field: Field) -> list[float] | None:
+        tokens = field.query.request.prompt_tokens
+        more = tokens * self.shared
+        rates = field.prefill_rates
+        return [(tokens + more * (v.inflight - v.queued)) / rate for v, rate in zip(field.views, rates, strict=True)]

@@ -19,11 +19,10 @@ class Session:
         self.turn = turn
         self.least = least
 
-    def score(self, field: Field) -> list[float]:
+    def score(self, field: Field) -> list[float] | None:
+        if not field.query.sticky or (at := field.find(field.query.sticky)) is None:
+            return None
         found = [0.0] * len(field.views)
-        if sticky := field.query.sticky:
-            for at, endpoint in enumerate(field.endpoints):
-                if endpoint.id == sticky:
-                    unknown = field.query.request.prompt_tokens * (1.0 - self.turn) - field.hits[at]
-                    found[at] = -max(self.least, unknown / field.prefill_rates[at])
+        unknown = field.query.request.prompt_tokens * (1.0 - self.turn) - field.hit(at)
+        found[at] = -max(self.least, unknown / field.prefill_rates[at])
         return found
