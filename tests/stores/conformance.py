@@ -231,10 +231,10 @@ class Conformance:
         assert await store.get(p + "a") is None
 
     async def test_lease_lapses_unless_it_is_renewed(self, store: Store, p: str) -> None:
+        start = trio.current_time()
         kept, left = await store.grant(2), await store.grant(1)
         await store.txn(success=[Put(p + "kept", b"", kept), Put(p + "left", b"", left)])
         async with store.watch(p) as changes:
-            start = trio.current_time()
             with trio.fail_after(6):
                 while True:
                     await store.keepalive(kept)
