@@ -218,8 +218,7 @@ async def put(store: Store, key: str, value: bytes, lease: int = 0) -> int:
 
 async def delete(store: Store, key: str) -> bool:
     """Delete *key*; whether it was there."""
-    done = await store.txn([absent(key)], failure=[Delete(key)])
-    return not done.succeeded
+    return (await store.txn([Compare(key, "version", ">", 0)], [Delete(key)])).succeeded
 
 
 def check(compares: Sequence[Compare], success: Sequence[Op], failure: Sequence[Op]) -> None:

@@ -282,8 +282,9 @@ class SqliteStore:
                 raise job.error
             self._jobs.put(end)
             await end.done.wait()
+            if end.error is not None:
+                await self._stop()
         if end.error is not None:
-            await self._stop()
             raise CannotOpen(str(end.error))
 
     async def _stop(self) -> None:
@@ -291,8 +292,7 @@ class SqliteStore:
             self._stopping = True
 
         self._jobs.put(_Job(stop, 0.0, alone=True))
-        with trio.move_on_after(CLOSE_SECONDS, shield=True):
-            await self._ended.wait()
+        await self._ended.wait()
 
     def _work(self) -> None:
         """The thread: the first job opens the file; then batch after batch, until told to stop."""
@@ -376,7 +376,8 @@ async def open_sqlite(path: Path) -> AsyncIterator[SqliteStore]:
         try:
             yield store
         finally:
-            await store._stop()
+            with trio.move_on_after(CLOSE_SECONDS, shield=True):
+                await store._stop()
 
 
 def restore(backup: Path, path: Path) -> int:

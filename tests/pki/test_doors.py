@@ -119,16 +119,14 @@ async def house(certs: Certs | None = None, address: Tcp | Unix = ANY) -> AsyncI
         address = Tcp("127.0.0.1", sockets[0].getsockname()[1])
     home = House(door, app, world, address)
 
-    async def run() -> None:
+    async def run(*, task_status: trio.TaskStatus[None]) -> None:  # noqa: ASYNC114
         async with trio.open_nursery() as running:
             await running.start(door.run, sockets)
-            started.set()
+            task_status.started()
         home.done.set()
 
-    started = trio.Event()
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(run)
-        await started.wait()
+        await nursery.start(run)
         yield home
         door.close()
         with trio.fail_after(2):

@@ -46,7 +46,7 @@ def forge(
     subject: x509.Name | None = None,
     name: str = "gpu-1",
     uri: str | None = None,
-    purpose: x509.ObjectIdentifier = ExtendedKeyUsageOID.CLIENT_AUTH,
+    purposes: tuple[x509.ObjectIdentifier, ...] = (ExtendedKeyUsageOID.CLIENT_AUTH,),
     ca: bool = False,
     begin: float = -300,
     end: float = DAY,
@@ -64,7 +64,7 @@ def forge(
         .not_valid_before(now + datetime.timedelta(seconds=begin))
         .not_valid_after(now + datetime.timedelta(seconds=end))
         .add_extension(x509.BasicConstraints(ca=ca, path_length=None), critical=True)
-        .add_extension(x509.ExtendedKeyUsage([purpose]), critical=False)
+        .add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
         .add_extension(x509.SubjectAlternativeName(names), critical=False)
         .sign(issuer.key, hashes.SHA256())
     )
@@ -103,7 +103,7 @@ def bad_chain(certs: Certs, kind: str) -> tuple[list[x509.Certificate], Any]:
         case "not yet valid":
             return [forge(certs.nodes, key, begin=120), *above], key
         case "wrong purpose":
-            return [forge(certs.nodes, key, purpose=ExtendedKeyUsageOID.SERVER_AUTH), *above], key
+            return [forge(certs.nodes, key, purposes=(ExtendedKeyUsageOID.SERVER_AUTH,)), *above], key
         case "from the servers' authority":
             return [forge(certs.servers, key), *certs.servers.chain], key
         case "wrong authority of the same name":
@@ -222,7 +222,7 @@ async def test_servers_that_a_node_does_not_believe(certs: Certs, tmp_path: Path
     assert await serve(certs, tmp_path, good, key, trust, "gw.local") == ""
     assert "not valid for '10.0.0.2'" in await serve(certs, tmp_path, good, key, trust, "10.0.0.2")
 
-    theft = [forge(certs.nodes, key, purpose=ExtendedKeyUsageOID.SERVER_AUTH), *certs.nodes.chain]
+    theft = [forge(certs.nodes, key, purposes=(ExtendedKeyUsageOID.SERVER_AUTH,)), *certs.nodes.chain]
     assert "unsuitable certificate purpose" in await serve(certs, tmp_path, theft, key, trust, "10.0.0.1")
 
     node = [sign_node(certs.nodes, key.public_key(), "gpu-1", certs.now), *certs.nodes.chain]
