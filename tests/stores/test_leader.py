@@ -178,6 +178,7 @@ async def test_work_that_fails_gives_up_the_lead(autojump_clock: MockClock) -> N
     store = MemoryStore()
 
     async def work(fenced: Fenced) -> None:
+        await trio.lowlevel.checkpoint()
         raise ZeroDivisionError
 
     with pytest.RaisesGroup(ZeroDivisionError):
