@@ -136,7 +136,7 @@ class Meter:
 
     def alike_until(self, data: bytes, start: int) -> int:
         """Behind the last event in *data* that looks like the template's; *start* if there is none."""
-        last = data.rfind(self._before, start)
+        last = data.rfind(self._before, start) if self._word else -1
         return data.find(b"\n\n", last) + 4 if last >= 0 else start
 
     def feed_bulk(self, data: bytes, start: int, end: int, count: int) -> bool:
@@ -149,10 +149,12 @@ class Meter:
         before, after = self._before, self._after
         if (
             not self._cutter.idle
+            or not self._word
             or data.count(before, start, end) != count
             or data.count(after, start, end) != count
             or data.count(b'"', start, end) != count * (before.count(b'"') + after.count(b'"'))
             or data.find(b"\\", start, end) >= 0
+            or data.find(before + b'"', start, end) >= 0  # a word that is empty is no token
         ):
             return False
         self.events += count

@@ -219,3 +219,36 @@ def test_an_error_answer(size: int) -> None:
     assert (meter.error, meter.error_detail) == (True, "server_error 500")
     assert json_fed(b'{"err', size).done is False
     assert not json_fed(b'{"id":"x"}', size).error
+
+
+def framed(*events: bytes) -> bytes:
+    return b"".join(b"%x\r\n%s\r\n" % (len(event), event) for event in events)
+
+
+def test_bulk_takes_what_is_certain_and_nothing_else() -> None:
+    same = [chunk({"content": word}) for word in ("a", "bc", " d")]
+    others = [
+        chunk({"content": ""}),
+        chunk({"content": '"'}),
+        chunk({"content": "\\"}),
+        chunk({"reasoning": "x"}),
+        chunk({}, usage={"prompt_tokens": 1}),
+        b'data: {"error":{}}\n\n',
+        b"data: [DONE]\n\n",
+        b": keep-alive\n\n",
+    ]
+    data = framed(*same)
+    untaught = Meter("chat")
+    assert not untaught.feed_bulk(data, 0, len(data), 3)
+    assert untaught.alike_until(data, 0) == 0
+    meter = fed(same[0])
+    assert meter.feed_bulk(data, 0, len(data), 3)
+    assert (meter.events, meter.tokens) == (4, 4)
+    for other in others:
+        mixed = framed(*same, other)
+        before = state(meter)
+        assert not meter.feed_bulk(mixed, 0, len(mixed), 4)
+        assert state(meter) == before
+        assert meter.alike_until(mixed, 0) >= len(data) - 2
+    meter.feed(b"data: ")
+    assert not meter.feed_bulk(data, 0, len(data), 3)
