@@ -24,6 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from llmgw import reasons
 from llmgw.metrics import Metrics, page
+from llmgw.request import PHASES
 from llmgw.server.brain import Brain
 from llmgw.server.fleet import Place
 from llmgw.server.inspect import LONGEST, Profiler, task_tree
@@ -78,7 +79,7 @@ def describe(place: Place, now: float) -> dict[str, Any]:
     """An endpoint as the API shows it. Its key is not shown, only where it is kept."""
     found: dict[str, Any] = {"kind": "endpoint"}
     found |= msgspec.to_builtins(place.endpoint)
-    found["phases"] = sorted(place.endpoint.phases)
+    found["phases"] = [phase for phase in PHASES if phase in place.endpoint.phases]
     found["fabrics"] = sorted(place.endpoint.fabrics)
     health = place.health
     found["health"] = {"state": health.state, "seconds": round(now - health.since, 3), "why": health.why}

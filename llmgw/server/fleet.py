@@ -94,7 +94,7 @@ class Fleet:
                     place.changed()
                 self._log.event("endpoint_gone", endpoint=place.endpoint.name, inflight=place.inflight)
         self.places = kept
-        self._metrics.keep_endpoints(names)
+        self._metrics.keep_endpoints(place.endpoint.name for place in kept.values())
         for place in kept.values():
             place.slot = self._metrics.endpoint(place.endpoint.name)
             place.slot.state = place.health.state

@@ -166,6 +166,11 @@ class Gateway:
             if isinstance(address, Unix) and not address.path.startswith("\0"):
                 Path(address.path).unlink(missing_ok=True)
 
+    async def wait_serving(self, count: int = 1) -> None:
+        """Until *count* endpoints can serve. For demos and tests: the caller sets the deadline."""
+        while sum(1 for _ in self.fleet.serving()) < count:  # noqa: ASYNC110 -- nobody asks while requests run
+            await trio.sleep(0.01)
+
     def drain(self) -> None:
         """Accept no more, let requests end, for `timeouts.drain` at most."""
         if self.brain.draining:

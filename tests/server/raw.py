@@ -36,6 +36,11 @@ class Engine:
     connections: int = 0
     closed: int = 0  # connections that the peer has closed
     requests: list[bytes] = attrs.field(factory=list)
+    alive: trio.CancelScope = attrs.field(factory=trio.CancelScope)
+
+    def stop(self) -> None:
+        """Gone, with all its connections."""
+        self.alive.cancel("the engine has died")
 
     @property
     def url(self) -> str:
@@ -97,8 +102,15 @@ async def engine(
     made = Engine(sock.getsockname()[1], pages or {}, script)
     listener = trio.SocketListener(trio.socket.from_stdlib_socket(sock))
     async with trio.open_nursery() as nursery:
-        await nursery.start(trio.serve_listeners, made.serve, [listener])
+        await nursery.start(_live, made, listener)
         try:
             yield made
         finally:
             nursery.cancel_scope.cancel()
+
+
+async def _live(made: Engine, listener: trio.SocketListener, *, task_status: trio.TaskStatus[None]) -> None:
+    with made.alive:
+        async with listener, trio.open_nursery() as nursery:
+            await nursery.start(trio.serve_listeners, made.serve, [listener])
+            task_status.started()
