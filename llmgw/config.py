@@ -17,9 +17,9 @@ import difflib
 import functools
 import re
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NewType, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 from urllib.parse import urlsplit
 
 import attrs
@@ -29,15 +29,14 @@ from cattrs.gen import make_dict_structure_fn, override
 
 from llmgw.endpoint import Endpoint, Model
 from llmgw.errors import ConfigError, Problem
+from llmgw.pipeline.config import PipelineConfig, is_coordinator, translate
+from llmgw.pipeline.config import build as build_pipeline
 from llmgw.request import Limits, Phase
-from llmgw.units import format_duration, format_size, parse_address, parse_duration, parse_size
+from llmgw.units import Duration, Size, format_duration, format_size, parse_address, parse_duration, parse_size
 
 VERSION = 1
 NODES = 100_000  # YAML nodes after aliases are expanded: 200 engines need 5,000; a bomb of aliases needs millions
 DEPTH = 32  # levels of nesting; the schema has 5
-
-Duration = NewType("Duration", float)  # seconds; written 30s, 1m30s, 100ms
-Size = NewType("Size", int)  # bytes; written 64MiB, 64KiB, 4096
 
 HeaderNames = tuple[str, ...]
 EngineKind = Literal["auto", "vllm", "sglang", "llama-server", "tgi", "trtllm", "sim"]
@@ -324,6 +323,7 @@ class ModelPolicy:
         "count",
     )
     timeouts: ModelTimeouts = key("Time limits of this model.", attrs.Factory(ModelTimeouts))
+    pipeline: str = key("Which of `pipelines` its requests go through. Unset: the server's.", "")
 
 
 @attrs.frozen(kw_only=True)
@@ -340,6 +340,8 @@ class Server:
     driver: Driver = key("How bytes are moved: `pump` (Linux, fast) or `tasks` (anywhere).", "pump")
     endpoints: tuple[EndpointConfig, ...] = key("Engines that run already.", ())
     models: dict[str, ModelPolicy] = key("How models are served, by name.", attrs.Factory(dict))
+    pipelines: dict[str, PipelineConfig] = key("Chains of phases over specialised engines.", attrs.Factory(dict))
+    pipeline: str = key("Which of `pipelines` requests go through, unless their model says. Unset: none.", "")
 
     def limits_of(self, model: str) -> Limits:
         """Time limits of a leg that serves *model*."""
@@ -636,24 +638,57 @@ def _twice(document: Document) -> Iterator[Problem]:
                 )
 
 
-def parse(text: str, file: str = "") -> Server:
-    """The configuration in *text*. Raises ConfigError with every problem."""
+def _pipelines(server: Server, document: Document) -> Iterator[Problem]:
+    """What is wrong with pipelines whose keys are sound, and names that mean none."""
+    for name, pipeline in server.pipelines.items():
+        try:
+            build_pipeline(pipeline)
+        except ConfigError as error:
+            for problem in error.problems:
+                path = ("pipelines", name, *undotted(problem.where))
+                yield document.problem(path, problem.message)
+    asked: list[tuple[Path_, str]] = [(("pipeline",), server.pipeline)]
+    asked += [(("models", name, "pipeline"), policy.pipeline) for name, policy in server.models.items()]
+    for place, name in asked:
+        if name and name not in server.pipelines:
+            known = ", ".join(server.pipelines) or "none"
+            yield document.problem(place, f"there is no pipeline {name!r}; defined: {known}")
+
+
+def undotted(text: str) -> Path_:
+    """The path that `dotted` wrote."""
+    return tuple(int(part[1:-1]) if part.startswith("[") else part for part in text.replace("[", ".[").split("."))
+
+
+def parse(text: str, file: str = "", *, environ: Mapping[str, str] | None = None, endpoints: bool = False) -> Server:
+    """The configuration in *text*. Raises ConfigError with every problem.
+
+    The Coordinator's file is recognised and translated, with the overrides in *environ*; *endpoints* says that engines
+    are named elsewhere, so that it needs no gateway.
+    """
     document = Document(text, file)
+    if is_coordinator(document.data) and not document.problems:
+        found = translate(document.data, environ or {}, endpoints=endpoints)
+        if found.document is None:
+            raise ConfigError(sorted((document.problem(at, said) for at, said in found.problems), key=lambda p: p.line))
+        document.data = found.document
     server, problems = document.structure(Server)
     problems = [*problems, *_twice(document)]
+    if server is not None:
+        problems += _pipelines(server, document)
     if server is None or problems:
         raise ConfigError(sorted(problems, key=lambda p: p.line))
     return server
 
 
-def load(path: str) -> Server:
+def load(path: str, *, environ: Mapping[str, str] | None = None, endpoints: bool = False) -> Server:
     """The configuration in the file at *path*. Raises ConfigError, also for a file that cannot be read."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise ConfigError([Problem(f"cannot be read: {reason}", "", path)]) from error
-    return parse(text, path)
+    return parse(text, path, environ=environ, endpoints=endpoints)
 
 
 # -- flags ---------------------------------------------------------------------------------------------------------
@@ -794,6 +829,7 @@ def _kind(kind: Any) -> str:
         str: "string",
         int: "whole number",
         float: "number",
+        Any: "any value",
         bool: "true/false",
         Duration: "duration",
         Size: "size",

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
+from typing import NewType
 
 import attrs
 
 from llmgw.errors import ConfigError, Problem
+
+Duration = NewType("Duration", float)  # seconds; written 30s, 1m30s, 100ms
+Size = NewType("Size", int)  # bytes; written 64MiB, 64KiB, 4096
 
 _SECONDS = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 _DURATION = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(h|ms|m|s|us|µs|ns)")

@@ -24,6 +24,11 @@ def key(convert: Callable[[Any], Any], meaning: str, default: Any = attrs.NOTHIN
     return attrs.field(default=default, converter=convert, kw_only=True, metadata={"meaning": meaning})
 
 
+def option(meaning: str, default: Any = attrs.NOTHING, *, check: Callable[[Any], str | None] | None = None) -> Any:
+    """A key of the configuration file (`llmgw.config` reads it by its type); *check* says what is wrong with a value."""
+    return attrs.field(default=default, kw_only=True, metadata={"meaning": meaning, "check": check})
+
+
 def integer(least: int, most: int = 1 << 53) -> Callable[[Any], int]:
     """A whole number from *least* to *most*."""
 

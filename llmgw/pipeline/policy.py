@@ -20,12 +20,27 @@ from typing import Literal
 
 import attrs
 
+from llmgw.pipeline.params import option
+
+
+def _at_least_1(value: int) -> str | None:
+    return None if value >= 1 else "must be at least 1"
+
 
 @attrs.frozen
 class FailurePolicy:
-    """*attempts*: of one encode or prefill leg, each on another endpoint. *pairs*: how often a pair is chosen."""
+    """What happens when a phase fails, while nothing has reached the client."""
 
-    attempts: int = 2
-    pairs: int = 2
-    prefill_failed: Literal["decode_locally", "fail"] = "decode_locally"
-    decode_lost: Literal["another_pair", "fail"] = "another_pair"
+    attempts: int = option(
+        "Attempts of one encode or prefill leg, each on another endpoint; of a decode leg that never began.",
+        2,
+        check=_at_least_1,
+    )
+    pairs: int = option("How often a prefill/decode pair is chosen for one request.", 2, check=_at_least_1)
+    prefill_failed: Literal["decode_locally", "fail"] = option(
+        "When prefill's attempts are used up: the decode endpoint computes the prompt itself, or the request fails.",
+        "decode_locally",
+    )
+    decode_lost: Literal["another_pair", "fail"] = option(
+        "When the decode endpoint is lost before it answered: another one, or the request fails.", "another_pair"
+    )

@@ -12,6 +12,7 @@ import yaml
 from llmgw import config
 from llmgw.config import EndpointConfig, ModelConfig, ModelPolicy, Server
 from llmgw.errors import ConfigError
+from llmgw.units import Duration
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -243,7 +244,42 @@ def test_the_example_shows_every_key() -> None:
 def test_a_policy_overrides_single_limits() -> None:
     server = attrs.evolve(
         Server(version=1),
-        models={"m": ModelPolicy(timeouts=config.ModelTimeouts(generation=config.Duration(60.0)))},
+        models={"m": ModelPolicy(timeouts=config.ModelTimeouts(generation=Duration(60.0)))},
     )
     assert (server.limits_of("m").generation, server.limits_of("m").idle) == (60.0, 120.0)
     assert server.limits_of("n").generation is None
+
+
+def test_pipelines_are_checked_with_the_file() -> None:
+    text = """version: 1
+pipeline: nowhere
+pipelines:
+  pd:
+    kv_connector: kv-x
+    steps:
+      - type: render
+      - type: decode
+        params:
+          colour: red
+models:
+  m:
+    pipeline: pe
+"""
+    with pytest.raises(ConfigError) as caught:
+        config.parse(text, "s.yaml")
+    found = {(p.where, p.line) for p in caught.value.problems}
+    assert found == {
+        ("pipeline", 2), ("pipelines.pd.kv_connector", 5), ("pipelines.pd.steps[0].params.address", 7),
+        ("pipelines.pd.steps[1].params.colour", 10), ("models.m.pipeline", 13),
+    }  # fmt: skip
+
+
+def test_the_coordinators_file_becomes_ours() -> None:
+    text = "gateway: {address: 'http://g:1'}\npipeline:\n  kv_connector: kv-nixl\n  steps: [{type: prefill}, {type: decode}]\n"
+    server = config.parse(text, environ={"COORDINATOR_SERVER_LISTEN_ADDR": "127.0.0.1:0"})
+    assert server.listeners[0].address == "127.0.0.1:0"
+    assert server.pipelines["coordinator"].kv_connector == "kv-nixl"
+    assert server.pipeline == "coordinator"
+    assert config.parse(config.dump(server)) == server
+    with pytest.raises(ConfigError, match=r"c\.yaml:2: pipeline\.surprise: unknown key"):
+        config.parse("gateway: {address: 'http://g:1'}\npipeline: {surprise: 1, steps: [{type: decode}]}", "c.yaml")
