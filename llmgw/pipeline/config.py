@@ -127,7 +127,7 @@ def _make(config: PipelineConfig) -> tuple[list[Step], list[tuple[Place, str]]]:
 def _parameters(config: PipelineConfig, told: StepConfig) -> dict[str, Any]:
     """What the step's constructor gets: its own parameters, the pipeline's where it has them."""
     accepted = inspect.signature(STEPS.all()[told.type]).parameters
-    common = {
+    common: dict[str, tuple[str, Registry[Any]]] = {
         "kv_connector": (config.kv_connector, KV_CONNECTORS),
         "ec_connector": (config.ec_connector, EC_CONNECTORS),
     }
