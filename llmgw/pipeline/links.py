@@ -28,6 +28,7 @@ from math import exp, log
 import attrs
 
 SPEED = 12.5e9  # bytes a second until something is known: 100 Gbit/s, the slowest InfiniBand in use for this
+FASTEST = 1e12  # bytes a second: a hand-over that seems quicker had nothing to move
 OVERHEAD = 0.05  # seconds of a hand-over that are no transfer: handshake, scheduling, the first decode step
 SLOW = 4.0
 VERY_SLOW = 12.0
@@ -207,7 +208,7 @@ class Links:
     def _learn(self, link: _Link, flight: _Transfer, took: float) -> None:
         if flight.size < LEAST:
             return
-        sample = log(flight.size / max(took - OVERHEAD, 0.1 * took))
+        sample = log(flight.size / max(took - OVERHEAD, 0.1 * took, flight.size / FASTEST))
         typical = self._typical_speed(link.fabric)
         self._typical[link.fabric] = typical + STEP * (QUANTILE if sample > typical else QUANTILE - 1)
         if link.log_speed is None:

@@ -164,7 +164,7 @@ class Life(RuleBasedStateMachine):
 
 
 TestLife = Life.TestCase
-TestLife.settings = settings(max_examples=25, stateful_step_count=25)
+TestLife.settings = settings(max_examples=15, stateful_step_count=20)
 
 
 def test_pairs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
