@@ -63,6 +63,16 @@ def _json(found: dict[str, Any]) -> None:
     click.echo(json.dumps(found, indent=2, ensure_ascii=False))
 
 
+def _fetch(server: str, kind: str, name: str | None, plain: bool) -> list[dict[str, Any]] | None:
+    """All objects of *kind*, or the one of that *name*; None: they are printed already, as JSON."""
+    with AdminClient(server) as client:
+        found = client.get(kind, name) if name else client.get(kind)
+    if plain:
+        _json(found)
+        return None
+    return [found] if name else list(found["items"])
+
+
 def _model_names(endpoint: dict[str, Any]) -> str:
     return ", ".join(m["name"] for m in endpoint["models"])
 
@@ -74,10 +84,8 @@ def _model_names(endpoint: dict[str, Any]) -> str:
 @failing_well
 def endpoints(server: str, name: str | None, plain: bool) -> None:
     """Engines that the gateway sends requests to, and how they are; one of them, or all."""
-    with AdminClient(server) as client:
-        found = client.get("endpoints", name) if name else client.get("endpoints")
-    if plain:
-        _json(found)
+    found = _fetch(server, "endpoints", name, plain)
+    if found is None:
         return
     rows = [
         (
@@ -93,7 +101,7 @@ def endpoints(server: str, name: str | None, plain: bool) -> None:
             e["url"],
             e["health"]["why"],
         )
-        for e in ([found] if name else found["items"])
+        for e in found
     ]
     show(
         ("NAME", "HEALTH", "SINCE", "INFLIGHT", "REQUESTS", "FAILURES", "ENGINE", "MODELS", "PHASES", "URL", "WHY"),
@@ -109,10 +117,8 @@ def endpoints(server: str, name: str | None, plain: bool) -> None:
 @failing_well
 def models(server: str, name: str | None, plain: bool) -> None:
     """Models that clients can ask for, and who serves them; one of them, or all."""
-    with AdminClient(server) as client:
-        found = client.get("models", name) if name else client.get("models")
-    if plain:
-        _json(found)
+    found = _fetch(server, "models", name, plain)
+    if found is None:
         return
     rows = [
         (
@@ -123,7 +129,7 @@ def models(server: str, name: str | None, plain: bool) -> None:
             ", ".join(m["loras"]),
             ", ".join(m["endpoints"]),
         )
-        for m in ([found] if name else found["items"])
+        for m in found
     ]
     show(
         ("NAME", "SERVING", "CONTEXT", "ALIASES", "ADAPTERS", "ENDPOINTS"),

@@ -26,29 +26,50 @@ class RoundRobin:
 
     def __init__(self) -> None:
         self._cursors: dict[str, int] = {}
+        self._endpoints: tuple[Endpoint, ...] = ()
+        self._having: dict[str, tuple[int, ...]] = {}  # model → indexes of the endpoints that have it
 
     def pick(self, snapshot: Snapshot, model: str, tried: Collection[str] = ()) -> Decision | Refusal:
         """*model*: a name that endpoints know (an own name, an alias, an adapter). *tried*: ids that failed already.
 
         A degraded endpoint is used only where no ready one has room.
         """
-        having = [
-            (e, v)
-            for e, v in zip(snapshot.endpoints, snapshot.views, strict=True)
-            if any(model == m.name or model in m.aliases or model in m.loras for m in e.models)
-        ]
-        healthy = [(e, v) for e, v in having if v.health in ("ready", "degraded")]
-        whole = [(e, v) for e, v in healthy if e.phases >= WHOLE]
-        fresh = [(e, v) for e, v in whole if e.id not in tried]
-        room = [(e, v) for e, v in fresh if e.max_concurrency is None or v.inflight < e.max_concurrency]
-        ready = [e for e, v in room if v.health == "ready"] or [e for e, _ in room]
-        if not ready:
-            return _refusal(model, len(having), len(healthy), len(whole), len(fresh))
+        endpoints, views = snapshot.endpoints, snapshot.views
+        if endpoints is not self._endpoints or len(self._having) > CURSORS:
+            self._endpoints = endpoints
+            self._having = {}
+        having = self._having.get(model)
+        if having is None:
+            having = tuple(i for i, e in enumerate(endpoints) if _has(e, model))
+            self._having[model] = having
+        ready: list[int] = []
+        degraded: list[int] = []
+        healthy = whole = fresh = 0
+        for i in having:
+            view, endpoint = views[i], endpoints[i]
+            if view.health not in ("ready", "degraded"):
+                continue
+            healthy += 1
+            if not endpoint.phases >= WHOLE:
+                continue
+            whole += 1
+            if endpoint.id in tried:
+                continue
+            fresh += 1
+            if endpoint.max_concurrency is None or view.inflight < endpoint.max_concurrency:
+                (ready if view.health == "ready" else degraded).append(i)
+        found = ready or degraded
+        if not found:
+            return _refusal(model, len(having), healthy, whole, fresh)
         if len(self._cursors) > CURSORS:
             self._cursors.clear()
         turn = self._cursors.get(model, 0)
         self._cursors[model] = turn + 1
-        return Decision(ready[turn % len(ready)])
+        return Decision(endpoints[found[turn % len(found)]])
+
+
+def _has(endpoint: Endpoint, model: str) -> bool:
+    return any(model == m.name or model in m.aliases or model in m.loras for m in endpoint.models)
 
 
 def _refusal(model: str, having: int, healthy: int, whole: int, fresh: int) -> Refusal:

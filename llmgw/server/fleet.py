@@ -69,6 +69,7 @@ class Fleet:
         self.revision = 0
         self._endpoints: tuple[Endpoint, ...] = ()
         self._views: list[EndpointView] = []
+        self._old: set[int] = set()  # indexes of views that are not current
         self._order: list[Place] = []
         self.models: dict[str, str] = {}  # every name that a request may use → the model that it means
         self.on_failed_probe: Callable[[Place], None] = lambda _: None
@@ -161,6 +162,7 @@ class Fleet:
         for index, place in enumerate(self._order):
             place.index = index
         self._views = [self._view(p) for p in self._order]
+        self._old.clear()
         self.models = {}
         for endpoint in self._endpoints:
             for model in endpoint.models:
@@ -257,10 +259,13 @@ class Fleet:
 
     def _touch(self, place: Place) -> None:
         if place.index >= 0:
-            self._views[place.index] = self._view(place)
+            self._old.add(place.index)
 
     def snapshot(self) -> Snapshot:
         """As of now."""
+        for index in self._old:
+            self._views[index] = self._view(self._order[index])
+        self._old.clear()
         return Snapshot(self.revision, self._endpoints, tuple(self._views))
 
     def serving(self) -> Iterable[Place]:
