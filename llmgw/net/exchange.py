@@ -593,6 +593,9 @@ class Exchange:
     def _send(self, lease: Lease) -> None:
         outcome = self._outcome
         assert outcome is not None
+        if lease.poison and self._digest() in lease.poison:
+            self._failed(Failure(reason="poison", started=False), "this body made two engines close")
+            return
         outcome.attempts = lease.attempt
         for phase in lease.phases:
             outcome.endpoints[phase] = lease.target.endpoint

@@ -97,6 +97,28 @@ async def test_another_endpoint_takes_over() -> None:
         assert b"endpoint_quarantined" in lines.data
 
 
+@pytest.mark.parametrize("driver", ["pump", "tasks"])
+async def test_a_body_that_kills_engines_reaches_no_third_one(driver: str) -> None:
+    async def die(fake: Engine, stream: trio.SocketStream, request: bytes) -> None:
+        if b"kill" in request:
+            await stream.aclose()
+        else:
+            await stream.send_all(PAGES[request.split()[1].decode()] or b"")
+
+    async with engine(script=die) as one, engine(script=die) as two:
+        gateway, _ = made(one.url, two.url, text=f"driver: {driver}\n")
+        async with running(gateway) as client:
+            await gateway.wait_serving(2)
+            killer = CHAT | {"user": "kill"}
+            codes = []
+            for _ in range(4):
+                answer = await client.post("/v1/chat/completions", json=killer)
+                codes.append((answer.status_code, answer.json()["error"]["code"]))
+            assert codes == [(502, "upstream_closed"), (503, "poison"), (503, "poison"), (503, "poison")]
+            assert (await client.post("/v1/chat/completions", json=CHAT | {"user": "bill"})).status_code == 200
+    assert [sum(b"kill" in r for r in e.requests) for e in (one, two)] == [1, 1]
+
+
 async def slow(fake: Engine, stream: trio.SocketStream, request: bytes) -> None:
     if b"/v1/chat" not in request:
         await stream.send_all(PAGES[request.split()[1].decode()] or b"")
