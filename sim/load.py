@@ -19,9 +19,10 @@ from typing import Any, Literal
 
 import attrs
 
-from llmgw.config import Check, Duration, a_name, key, not_negative, positive
+from llmgw.config import Check, a_name, key, not_negative, positive
 from llmgw.errors import Problem
 from llmgw.simengine.text import FIRST_OTHER, FIRST_WORD
+from llmgw.units import Duration
 
 from .traces import Row, read
 

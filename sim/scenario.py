@@ -11,10 +11,11 @@ from typing import Any, Literal
 
 import attrs
 
-from llmgw.config import Document, Duration, a_name, key, not_negative, positive
+from llmgw.config import Document, a_name, key, not_negative, positive
 from llmgw.errors import ConfigError, Problem
 from llmgw.request import Phase
 from llmgw.simengine.options import FAILURES, Options
+from llmgw.units import Duration
 
 from .load import Load, maybe_seconds, meaning, seconds
 
