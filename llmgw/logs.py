@@ -1,6 +1,6 @@
 """The log: one JSON object a line, for requests and for what happens to the process.
 
-    request(outcome) ─┐                       ┌─ file: written at once, in one piece
+    request(outcome) ─┐                       ┌─ file: written in one piece, every 20 ms
     event(name, …)  ──┴► buffer (≤ 4 MiB) ──run()──┤
                          full: drop and count      └─ pipe, terminal, socket: what it takes without waiting
 
@@ -32,6 +32,7 @@ from llmgw.request import Outcome
 
 BUFFER = 4 << 20  # bytes: some 10,000 lines, a few seconds of a very busy gateway
 PIECE = 64 << 10  # bytes a write: a pipe's capacity; keeps one visit short
+PAUSE = 0.02  # seconds that lines gather: a wake-up and a write for each would cost as much as all else about it
 RETRY = 0.05  # seconds until a target that cannot be waited for is tried again
 
 GONE = (errno.EPIPE, errno.EIO, errno.ENXIO, errno.ECONNRESET)  # the reader of a pipe, terminal or socket has left
@@ -294,6 +295,7 @@ class Log:
                     self._wake = trio.Event()
                     if not self._lines:
                         await self._wake.wait()
+                    await trio.sleep(PAUSE)
                 else:
                     await self._target.wait()
         except OSError as error:

@@ -38,6 +38,7 @@ def pipe() -> Iterator[tuple[int, int]]:
 
 
 async def settle() -> None:
+    await trio.sleep(2 * logs.PAUSE)
     await trio.testing.wait_all_tasks_blocked()
 
 
