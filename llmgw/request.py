@@ -95,6 +95,24 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
     attempt: int = 1  # 1 for the first; a retry is a new lease with the next number
     decision: str = ""  # key of the recorded decision, for explain
     poison: tuple[int, ...] = ()  # digests of bodies of this length that kill engines: a match is a Failure "poison"
+    leg: Leg | None = None  # where it is the last of several: what it says instead of the client's own request
+
+
+class Leg(msgspec.Struct, frozen=True, kw_only=True):
+    """The leg of a pipeline that answers the client: what its mover needs beside the lease's target."""
+
+    name: str  # suffix of its request id
+    body: bytes
+    fails: frozenset[int] = frozenset((429, 503))  # statuses that are a `Failure` and not the client's answer
+    client_headers: bool = (
+        True  # the listener's allow-list of the client's headers goes with it; else all are the target's
+    )
+
+
+class Several(msgspec.Struct, frozen=True, gc=False):
+    """Several legs: who runs pipelines beside the mover gets the request; an answer follows under *ticket* as for `Wait`."""
+
+    ticket: int
 
 
 class Wait(msgspec.Struct, frozen=True, gc=False):
@@ -169,7 +187,7 @@ class Outcome(msgspec.Struct, kw_only=True):
 class Brain(Protocol):
     """The deciding end. Every call is synchronous and quick; it never awaits and never raises for a bad request."""
 
-    def admit(self, request: InferenceRequest) -> Lease | Wait | Refusal | Page:
+    def admit(self, request: InferenceRequest) -> Lease | Wait | Several | Refusal | Page:
         """identify → model → reserve → gate → decide. A `Wait` is answered later through `Mover.granted`.
 
         A `Page` for the routes that no engine serves.

@@ -47,6 +47,7 @@ from llmgw.request import (
     Outcome,
     Page,
     Refusal,
+    Several,
     Target,
     Wait,
 )
@@ -132,7 +133,7 @@ class Host(Protocol):
     limits: ClientLimits
     rng: random.Random
     read_request: http1.RequestReader
-    allow_priority: bool
+    allow: peek.Allow
     half_close: bool
     draining: bool
 
@@ -158,6 +159,10 @@ class Host(Protocol):
         ...
 
     def forget(self, ticket: int) -> None: ...
+
+    def several(self, ticket: int, request: InferenceRequest, head: http1.RequestHead, body: bytes | bytearray) -> None:
+        """A pipeline of legs serves *request*; the last one, or a refusal, comes as the answer to *ticket*."""
+        ...
 
     def schedule(self, exchange: Exchange) -> None:
         """`exchange.deadline` has moved to an earlier time."""
@@ -494,7 +499,9 @@ class Exchange:
                 model="",
                 accepted=outcome.accepted,
             )
-            self._take_answer(host.brain.admit(request))
+            page = host.brain.admit(request)
+            assert not isinstance(page, Several), "a page has no legs"
+            self._take_answer(page)
             return
         content_type = values.get(b"content-type")
         if content_type is not None and b"json" not in content_type.lower():
@@ -507,9 +514,9 @@ class Exchange:
             return
         self._body = body
         if isinstance(body, bytes) and len(body) <= peek.AT_ONCE:
-            self._peeked(peek.peek(route, body, allow_priority=host.allow_priority))
+            self._peeked(peek.peek(route, body, allow=host.allow))
         else:
-            self._reading = peek.peek_steps(route, body, allow_priority=host.allow_priority)
+            self._reading = peek.peek_steps(route, body, allow=host.allow)
             host.soon(self._read_on)
 
     def _read_on(self) -> None:
@@ -551,7 +558,15 @@ class Exchange:
             media=asked.media,
             accepted=outcome.accepted,
         )
-        self._take_answer(host.brain.admit(request))
+        answer = host.brain.admit(request)
+        if isinstance(answer, Several):
+            self._take_answer(Wait(answer.ticket))
+            host.several(answer.ticket, request, head, self._body)
+        elif isinstance(answer, Lease) and host.allow.transfer:
+            self._lease = answer  # what may aim an engine was let in for a pipeline to take out, and there is none
+            self._refuse(Refusal(reason="internal", message="a request that must go through a pipeline does not"))
+        else:
+            self._take_answer(answer)
 
     def granted(self, answer: Lease | Refusal | Page) -> None:
         """What a `Wait` was waiting for."""
@@ -626,18 +641,20 @@ class Exchange:
         assert outcome is not None
         target = lease.target
         ask_usage = lease.usage == "ask" and asked.stream and not asked.include_usage
-        body: bytes | bytearray = self._body
-        if target.model or ask_usage:
+        leg = lease.leg
+        body: bytes | bytearray = self._body if leg is None else leg.body
+        if leg is None and (target.model or ask_usage):
             body = rewrite(body, model=target.model or None, ask_usage=ask_usage, found=asked.layout)
         self._filter = UsageFilter() if ask_usage else None
         outcome.served = target.model or asked.model
-        upstream_id = f"{self._request_id}-{host.rng.getrandbits(32):08x}"
+        name = "" if leg is None else f"{leg.name}-"
+        upstream_id = f"{self._request_id}-{name}{host.rng.getrandbits(32):08x}"
         outcome.upstream_request_id = upstream_id
         own = "".join(f"{name}: {value}\r\n" for name, value in target.headers) if target.headers else ""
         lines = (
             f"POST {target.path}{head.path} HTTP/1.1\r\nhost: {target.host}\r\ncontent-length: {len(body)}\r\n"
             f"x-request-id: {upstream_id}\r\n{own}"
-        ).encode("latin-1") + head.forward
+        ).encode("latin-1") + (head.forward if leg is None or leg.client_headers else b"")
         self._state = SENT
         self._upstream = channel
         self._reused = reused
@@ -726,10 +743,16 @@ class Exchange:
         assert outcome is not None
         assert route is not None
         outcome.upstream_status = head.status
-        if head.status in RETRIED:
+        leg = self._lease.leg if self._lease is not None else None
+        if head.status in (RETRIED if leg is None else leg.fails):
             said = errors.upstream_message(data)
             self._failed(
-                Failure(reason="no_endpoint", status=head.status, retry_after=head.retry_after, started=False),
+                Failure(
+                    reason="no_endpoint",
+                    status=head.status,
+                    retry_after=head.retry_after,
+                    started=head.status not in RETRIED,
+                ),
                 f"the engine said {head.status}" + (f": {said}" if said else ""),
             )
             return

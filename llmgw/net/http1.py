@@ -100,7 +100,7 @@ class _Sink:
 class RequestHead:
     """One request's head. *length*: of the body in bytes, -1 = chunked. *values*: the fields of READ_ONCE, by lower name."""
 
-    __slots__ = ("forward", "http10", "keep_alive", "length", "method", "path", "values")
+    __slots__ = ("fields", "forward", "http10", "keep_alive", "length", "method", "path", "values")
 
     method: str
     path: str
@@ -109,6 +109,7 @@ class RequestHead:
     length: int
     values: dict[bytes, bytes]
     forward: bytes  # header lines for the engine, CRLF at the end of each
+    fields: list[tuple[bytes, bytes]]  # all as they came, where the reader keeps them; else empty
 
     def text(self, name: bytes) -> str:
         """A field's value as text, "" where it is missing; bytes that are not ASCII are escaped."""
@@ -117,14 +118,15 @@ class RequestHead:
 
 
 class RequestReader:
-    """Reads heads of requests. *forward*: lower names of the fields that travel to engines."""
+    """Reads heads of requests. *forward*: lower names of the fields that travel to engines. *keep*: all fields, too."""
 
-    __slots__ = ("_field_count", "_hosts", "_names", "_paths")
+    __slots__ = ("_field_count", "_hosts", "_keep", "_names", "_paths")
 
     MOST = 256  # good hosts and paths remembered: a server has one name or two and a dozen routes
 
-    def __init__(self, *, field_count: int, forward: frozenset[bytes] = TO_ENGINE) -> None:
+    def __init__(self, *, field_count: int, forward: frozenset[bytes] = TO_ENGINE, keep: bool = False) -> None:
         self._field_count = field_count
+        self._keep = keep
         self._names = _Names(read=READ_ONCE, forward=forward, upgrade=frozenset((b"upgrade",)))
         self._hosts: set[bytes] = set()
         self._paths: dict[bytes, str] = {}
@@ -145,6 +147,7 @@ class RequestReader:
         if len(sink.fields) > self._field_count:
             raise Malformed(f"more than {self._field_count} header fields", "headers_too_large")
         head = RequestHead()
+        head.fields = sink.fields if self._keep else []
         head.values = values = {}
         lines = b""
         names = self._names

@@ -16,7 +16,7 @@ import logging
 import socket
 import ssl
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import trio
 
@@ -28,7 +28,8 @@ from llmgw.net.pump import Pump
 from llmgw.net.tasks import Tasks
 from llmgw.net.timers import Timers
 from llmgw.net.world import World, nodelay, parse_address
-from llmgw.request import Brain, Lease, Page, Refusal, Target
+from llmgw.openai import peek
+from llmgw.request import Brain, InferenceRequest, Lease, Mover, Page, Refusal, Target
 
 if TYPE_CHECKING:
     from llmgw.config import ClientLimits, Listener
@@ -56,6 +57,28 @@ def _log_bug(request_id: str, error: BaseException) -> None:
     log.error("bug while request %s was served", request_id or "-", exc_info=error)
 
 
+class Legs(Protocol):
+    """Who performs pipelines: `llmgw.server.pipeline`. *strips*: all requests go through pipelines that take out what
+    aims an engine. *all_headers*: a gateway gets to see the client's headers."""
+
+    @property
+    def strips(self) -> bool: ...
+
+    @property
+    def all_headers(self) -> bool: ...
+
+    def begin(
+        self,
+        ticket: int,
+        request: InferenceRequest,
+        head: http1.RequestHead,
+        body: bytes | bytearray,
+        mover: Mover,
+    ) -> None:
+        """Start; `mover.granted(ticket, …)` follows, at once or later."""
+        ...
+
+
 class Relay:
     """Serves one listener's clients. It is the exchanges' `Host` and the brain's `Mover`.
 
@@ -73,7 +96,9 @@ class Relay:
         driver: Literal["pump", "tasks"] = "pump",
         gaps: Callable[[str], Callable[[float], None]] = _no_gaps,
         bug: Callable[[str, BaseException], None] = _log_bug,
+        several: Legs | None = None,
     ) -> None:
+        """*several*: who performs pipelines, where the brain asks for one."""
         self.world = world
         self.brain = brain
         self.limits = limits
@@ -81,8 +106,10 @@ class Relay:
         self.read_request = http1.RequestReader(
             field_count=limits.header_count,
             forward=http1.TO_ENGINE | {name.lower().encode("ascii") for name in listener.forward_headers},
+            keep=several is not None and several.all_headers,
         )
-        self.allow_priority = listener.allow_priority
+        self.allow = peek.Allow(priority=listener.allow_priority, transfer=several is not None and several.strips)
+        self._several = several
         self.half_close = listener.half_close == "allow"
         self.draining = False
         self.gaps = gaps
@@ -195,6 +222,10 @@ class Relay:
 
     def forget(self, ticket: int) -> None:
         self._tickets.pop(ticket, None)
+
+    def several(self, ticket: int, request: InferenceRequest, head: http1.RequestHead, body: bytes | bytearray) -> None:
+        assert self._several is not None, "the brain asks for pipelines, and nobody performs them"
+        self._several.begin(ticket, request, head, body, self)
 
     def dial(self, exchange: Exchange, lease: Lease) -> None:
         exchange.job = lease

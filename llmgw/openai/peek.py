@@ -91,6 +91,10 @@ class _Completions(_Body, gc=False):
     prompt: Raw | UnsetType = UNSET
 
 
+class _Generate(_Body, gc=False):
+    token_ids: Raw | UnsetType = UNSET
+
+
 class _Row(msgspec.Struct, frozen=True):
     """How one shape is read. *prompt* is the field with the bulk, whose text is never searched for keys."""
 
@@ -106,7 +110,11 @@ def _row(body: type[_Body], prompt: str) -> _Row:
     )
 
 
-SHAPES: dict[Shape, _Row] = {"chat": _row(_Chat, "messages"), "completions": _row(_Completions, "prompt")}
+SHAPES: dict[Shape, _Row] = {
+    "chat": _row(_Chat, "messages"),
+    "completions": _row(_Completions, "prompt"),
+    "generate": _row(_Generate, "token_ids"),
+}
 
 FORBIDDEN = ("kv_transfer_params", "ec_transfer_params", "data_parallel_rank", "priority")
 FORBIDDEN_INSIDE = {
@@ -123,28 +131,39 @@ _ID_BYTES = b"0123456789,[] \t\r\n"
 _WHERE = re.compile(r" - at `\$\.?(.*)`$")
 
 
-def peek(route: Route, body: bytes, *, allow_priority: bool = False) -> Peek | Refusal:
+class Allow(msgspec.Struct, frozen=True, gc=False):
+    """What passes that is refused otherwise. *transfer*: fields that aim an engine, since a pipeline takes them out
+    (and sends what names no model where its gateway decides)."""
+
+    priority: bool = False
+    transfer: bool = False
+
+
+NOTHING = Allow()
+
+
+def peek(route: Route, body: bytes, *, allow: Allow = NOTHING) -> Peek | Refusal:
     """Read *body* in one go: for bodies of up to `AT_ONCE` bytes; longer ones belong to `peek_steps`."""
-    answer = _quick(SHAPES[route.shape], body, allow_priority) if len(body) <= WHOLE else None
+    answer = _quick(SHAPES[route.shape], body, allow) if len(body) <= WHOLE else None
     if answer is not None:
         return answer
-    return drain(_exact(SHAPES[route.shape], body, allow_priority))
+    return drain(_exact(SHAPES[route.shape], body, allow))
 
 
 def peek_steps(
-    route: Route, body: bytes | bytearray, *, allow_priority: bool = False
+    route: Route, body: bytes | bytearray, *, allow: Allow = NOTHING
 ) -> Generator[None, None, Peek | Refusal]:
     """The same for a body of any length, yielding every few hundred microseconds (10 ms at worst).
 
     What is inside the prompt of a body longer than `WHOLE` is not validated here; the engine does that.
     """
-    answer = _quick(SHAPES[route.shape], bytes(body), allow_priority) if len(body) <= WHOLE else None
+    answer = _quick(SHAPES[route.shape], bytes(body), allow) if len(body) <= WHOLE else None
     if answer is None:
-        answer = yield from _exact(SHAPES[route.shape], body, allow_priority)
+        answer = yield from _exact(SHAPES[route.shape], body, allow)
     return answer
 
 
-def _quick(row: _Row, body: bytes, allow_priority: bool) -> Peek | Refusal | None:
+def _quick(row: _Row, body: bytes, allow: Allow) -> Peek | Refusal | None:
     """What msgspec alone can tell; None = a routed key may occur twice, or a forbidden one at all."""
     try:
         fields = row.decode(body)
@@ -158,23 +177,23 @@ def _quick(row: _Row, body: bytes, allow_priority: bool) -> Peek | Refusal | Non
             rest = _without(body, row.quoted, raw)
     if (b"\\" in rest and b"\\u" in rest) or _doubtful(fields, rest, row.quoted, body is rest):
         return None
-    if (refusal := _not_allowed(fields, allow_priority)) is not None:
+    if (refusal := _not_allowed(fields, allow)) is not None:
         return refusal
     if raw[1:2] not in b'{"' and _TOKEN_IDS.match(raw) and not raw.translate(None, _ID_BYTES):
-        return _peek(fields, raw.count(b",") + 1, True, 0, None)
+        return _peek(fields, allow, raw.count(b",") + 1, True, 0, None)
     text, media = len(raw), 0
     if b'"type"' in raw:
         _, text, media = _window(raw, 0, len(raw))
-    return _peek(fields, _tokens(text, media), False, media, None)
+    return _peek(fields, allow, _tokens(text, media), False, media, None)
 
 
-def _exact(row: _Row, body: bytes | bytearray, allow_priority: bool) -> Generator[None, None, Peek | Refusal]:
+def _exact(row: _Row, body: bytes | bytearray, allow: Allow) -> Generator[None, None, Peek | Refusal]:
     """By the layout: every key is seen, and only the short fields are decoded."""
     try:
         found = yield from steps(body)
     except Malformed as error:
         return Refusal(reason="bad_json", message=f"The body cannot be read: {error}.")
-    if (refusal := _proven(body, found, row)) is not None:
+    if (refusal := _proven(body, found, row, allow)) is not None:
         return refusal
     short = []
     at = end = 0
@@ -187,7 +206,7 @@ def _exact(row: _Row, body: bytes | bytearray, allow_priority: bool) -> Generato
         fields = row.decode(b"{" + b",".join(short) + b"}")
     except (ValueError, RecursionError) as error:
         return _unreadable(error, b"")
-    if (refusal := _not_allowed(fields, allow_priority)) is not None:
+    if (refusal := _not_allowed(fields, allow)) is not None:
         return refusal
     text = media = commas = 0
     ids = _TOKEN_IDS.match(body, at, end) is not None
@@ -200,12 +219,14 @@ def _exact(row: _Row, body: bytes | bytearray, allow_priority: bool) -> Generato
             commas += window.count(b",")
         at, more, items = _window(body, at, stop)
         text, media = text + more, media + items
-    return _peek(fields, commas + 1 if ids else _tokens(text, media), ids, media, found)
+    return _peek(fields, allow, commas + 1 if ids else _tokens(text, media), ids, media, found)
 
 
-def _peek(fields: Any, tokens: int, counted: bool, media: int, found: Layout | None) -> Peek | Refusal:
+def _peek(fields: Any, allow: Allow, tokens: int, counted: bool, media: int, found: Layout | None) -> Peek | Refusal:
     model = fields.model
-    if model is UNSET or not model:
+    if model is UNSET and allow.transfer:
+        model = ""
+    elif model is UNSET or not model:
         return _bad_field("model", "is missing: say which model; GET /v1/models lists them")
     if len(model) > MODEL_LENGTH:
         return _bad_field("model", f"is longer than {MODEL_LENGTH} characters")
@@ -259,12 +280,12 @@ def _doubtful(fields: Any, rest: bytes, prompt: bytes, whole: bool) -> bool:
     )
 
 
-def _proven(body: bytes | bytearray, found: Layout, row: _Row) -> Refusal | None:
+def _proven(body: bytes | bytearray, found: Layout, row: _Row, allow: Allow) -> Refusal | None:
     """What only the layout tells: duplicates, and forbidden names that are a family."""
     seen = set()
     for field in found.fields:
         key = field.key
-        if key.startswith("bootstrap_") or key.endswith("dp_rank"):
+        if not allow.transfer and (key.startswith("bootstrap_") or key.endswith("dp_rank")):
             return _forbidden(key)
         if key not in row.routed:
             continue
@@ -285,18 +306,18 @@ def _proven(body: bytes | bytearray, found: Layout, row: _Row) -> Refusal | None
     return None
 
 
-def _not_allowed(fields: Any, allow_priority: bool) -> Refusal | None:
-    if (
+def _not_allowed(fields: Any, allow: Allow) -> Refusal | None:
+    if allow.transfer or (
         fields.kv_transfer_params is UNSET
         and fields.ec_transfer_params is UNSET
         and fields.data_parallel_rank is UNSET
         and fields.sampling_params is UNSET
         and fields.vllm_xargs is UNSET
-        and (fields.priority is UNSET or allow_priority)
+        and (fields.priority is UNSET or allow.priority)
     ):
         return None
     for key in FORBIDDEN:
-        if getattr(fields, key) is not UNSET and not (key == "priority" and allow_priority):
+        if getattr(fields, key) is not UNSET and not (key == "priority" and allow.priority):
             return _forbidden(key)
     for key, names in FORBIDDEN_INSIDE.items():
         raw = getattr(fields, key)

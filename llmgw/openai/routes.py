@@ -17,7 +17,7 @@ Kind = Literal["inference", "page"]
 Dialect = Literal["openai", "anthropic"]
 """Whose error bodies the client expects."""
 
-Shape = Literal["", "chat", "completions"]
+Shape = Literal["", "chat", "completions", "generate"]
 """What the request's body and the answer look like; "" where there is no body."""
 
 ID = "{id}"
@@ -36,6 +36,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 TABLE: tuple[Route, ...] = (
     Route(path="/v1/chat/completions", methods=("POST",), kind="inference", shape="chat"),
     Route(path="/v1/completions", methods=("POST",), kind="inference", shape="completions"),
+    Route(path="/inference/v1/generate", methods=("POST",), kind="inference", shape="generate"),
     Route(path="/v1/models", methods=("GET",), kind="page"),
     Route(path="/v1/models/{id}", methods=("GET",), kind="page"),
     Route(path="/health", methods=("GET",), kind="page"),

@@ -24,12 +24,13 @@ from llmgw.openai.cut import CAP, EVENT, LAST, PART, Cutter, data_of
 from llmgw.openai.errors import upstream_message
 from llmgw.openai.usage import Reported, Usage
 
-AnswerShape = Literal["", "chat", "completions", "responses", "messages"]
+AnswerShape = Literal["", "chat", "completions", "generate", "responses", "messages"]
 
 _NAMES: dict[AnswerShape, tuple[bytes, ...]] = {
     "": (b'"content"', b'"reasoning"', b'"reasoning_content"', b'"arguments"', b'"text"'),
     "chat": (b'"content"', b'"reasoning"', b'"reasoning_content"', b'"arguments"'),
     "completions": (b'"text"',),
+    "generate": (b'"request_id"',),  # token ids and no text: one a chunk
     "responses": (b'"delta"',),
     "messages": (b'"text"', b'"thinking"', b'"partial_json"'),
 }

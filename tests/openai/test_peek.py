@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmgw.openai import peek as module
-from llmgw.openai.peek import MEDIA_TOKENS, WHOLE, Peek, peek
+from llmgw.openai.peek import MEDIA_TOKENS, WHOLE, Allow, Peek, peek
 from llmgw.openai.routes import Route, find
 from llmgw.request import Refusal
 
@@ -23,13 +23,13 @@ CHAT = route("/v1/chat/completions")
 TEXT = route("/v1/completions")
 
 
-def seen(body: bytes | dict[str, Any], to: Route = CHAT, **options: bool) -> Peek:
+def seen(body: bytes | dict[str, Any], to: Route = CHAT, **options: Allow) -> Peek:
     answer = peek(to, body if isinstance(body, bytes) else json.dumps(body).encode(), **options)
     assert isinstance(answer, Peek), answer
     return answer
 
 
-def refused(body: bytes, to: Route = CHAT, **options: bool) -> tuple[str, str | None]:
+def refused(body: bytes, to: Route = CHAT, **options: Allow) -> tuple[str, str | None]:
     answer = peek(to, body, **options)
     assert isinstance(answer, Refusal), answer
     return answer.reason, answer.param
@@ -172,8 +172,8 @@ def test_forbidden_fields(text: bytes, param: str, to: Route) -> None:
 
 
 def test_priority_can_be_allowed() -> None:
-    assert seen(b'{"model":"m","priority":1}', allow_priority=True).model == "m"
-    assert seen(long(b'{"model":"m","priority":1}'), allow_priority=True).model == "m"
+    assert seen(b'{"model":"m","priority":1}', allow=Allow(priority=True)).model == "m"
+    assert seen(long(b'{"model":"m","priority":1}'), allow=Allow(priority=True)).model == "m"
 
 
 def test_text_of_a_prompt_forbids_nothing() -> None:
@@ -211,3 +211,18 @@ def test_never_lets_a_duplicate_or_a_forbidden_key_through(members: list[tuple[s
 def test_any_bytes_get_an_answer(body: bytes) -> None:
     peek(CHAT, body)
     peek(CHAT, b'{"model":"m","messages":' + body + b"}")
+
+
+@pytest.mark.parametrize("pad", [0, 2 << 20])
+def test_what_a_pipeline_takes_out_is_let_through_for_it(pad: int) -> None:
+    body = b'{"kv_transfer_params":{},"bootstrap_room":1,"x_dp_rank":0,"priority":1,"messages":"%b"}' % (b"x" * pad)
+    assert seen(body, allow=Allow(transfer=True)).model == ""
+    assert refused(body)[0] == "forbidden_field"
+
+
+def test_tokens_in() -> None:
+    to = find("/inference/v1/generate")
+    assert to is not None
+    found = seen(b'{"model":"m","token_ids":[1,2,3],"sampling_params":{"max_tokens":5}}', to)
+    assert (found.prompt_tokens, found.token_ids) == (3, True)
+    assert refused(b'{"model":"m","token_ids":[1],"sampling_params":{"extra_args":{}}}', to)[0] == "forbidden_field"
