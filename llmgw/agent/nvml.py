@@ -347,15 +347,7 @@ def main() -> None:
     """Answers until stdin ends."""
     encoder = msgspec.json.Encoder()
     reader: Reader | None = None
-    failure = Report()
     while True:
-        if reader is None:  # a driver that was loaded meanwhile is found at the next question
-            import pynvml
-
-            try:
-                reader = Reader()
-            except pynvml.NVMLError as error:
-                failure = Report(code=int(error.value), error=text(error), library=loaded_library())
         ready, _, _ = select.select([sys.stdin], [], [], EVENT_TICK)
         if not ready:
             if reader is not None:
@@ -363,9 +355,22 @@ def main() -> None:
             continue
         if not os.read(sys.stdin.fileno(), 64):
             return
+        failure = Report()
+        if reader is None:  # also after a failure: the driver may have been loaded meanwhile
+            reader, failure = start()
         answer = failure if reader is None else reader.report()
         sys.stdout.buffer.write(encoder.encode(answer) + b"\n")
         sys.stdout.buffer.flush()
+
+
+def start() -> tuple[Reader | None, Report]:
+    """NVML, or why it does not start."""
+    import pynvml
+
+    try:
+        return Reader(), Report()
+    except pynvml.NVMLError as error:
+        return None, Report(code=int(error.value), error=text(error), library=loaded_library())
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from llmgw.agent import cuda, rdma, starts
 from llmgw.agent import gpus as gpus_
 from llmgw.agent.account import Account
 from llmgw.agent.command import capture
-from llmgw.agent.discover import Discovery
+from llmgw.agent.discover import Discovery, hostname
 from llmgw.agent.files import Root
 from llmgw.agent.rows import result
 from llmgw.agent.weights import Checksums, Problems, inspect
@@ -35,6 +35,7 @@ DISK_RESERVE = 5 * GIB
 SHM_NEEDED = GIB
 MEMLOCK_NEEDED = GIB
 NOFILE_NEEDED = 65536
+RESOLVE_SECONDS = 5.0
 CLOCK_WARN = 2.0
 CLOCK_BLOCK = 60.0
 
@@ -74,8 +75,8 @@ def gib(size: int | None) -> str:
     return "unknown memory" if size is None else f"{size / GIB:.1f} GiB"
 
 
-def host_rows(inventory: Inventory, root: Root, at: float) -> Iterable[Check]:
-    """CPU, limits, disks, ports, name."""
+def host_rows(inventory: Inventory, root: Root, own: str | None, at: float) -> Iterable[Check]:
+    """CPU, limits, disks, ports, name. *own*: as `resolve` says."""
     host = inventory.host
     slow = host.cpu_level in ("x86-64-v1", "x86-64-v2")
     text = f'CPU has no AVX2/FMA/F16C (model "{host.cpu}"): CPU inference and tokenisation 6-9x slower' if slow else ""
@@ -92,7 +93,7 @@ def host_rows(inventory: Inventory, root: Root, at: float) -> Iterable[Check]:
     overlap = low <= host.ephemeral[1] and host.ephemeral[0] <= high and not _reserved(root, low, high)
     text = f"ports {low}-{high} overlap the kernel's own {host.ephemeral[0]}-{host.ephemeral[1]}" if overlap else ""
     yield result("NET-3", "node", text, at=at)
-    yield result("NET-2", "node", _name_problem(inventory), at=at)
+    yield result("NET-2", "node", _name_problem(inventory, own), at=at)
     problems = []
     seen = {d.path for d in inventory.disks}
     for disk in inventory.disks:
@@ -111,14 +112,25 @@ def _reserved(root: Root, low: int, high: int) -> bool:
     return False
 
 
-def _name_problem(inventory: Inventory) -> str:
+def _name_problem(inventory: Inventory, own: str | None) -> str:
     if inventory.address.startswith("127."):
         return "this node has no address but the loopback's: nobody else can reach its engines"
-    try:
-        own = socket.gethostbyname(inventory.hostname)
-    except OSError:
+    if own == "":
         return f"the host's name {inventory.hostname!r} does not resolve: gloo and Ray fail with that"
-    return f"{inventory.hostname} resolves to {own}: gloo and Ray would use it" if own.startswith("127.0.1.") else ""
+    if own is not None and own.startswith("127.0.1."):
+        return f"{inventory.hostname} resolves to {own}: gloo and Ray would use it"
+    return ""
+
+
+async def resolve(hostname: str) -> str | None:
+    """The address that the host's own name leads to; "" if to none, None if nobody answered in time."""
+    with trio.move_on_after(RESOLVE_SECONDS):
+        try:
+            found = await trio.socket.getaddrinfo(hostname, None, family=socket.AF_INET, type=socket.SOCK_STREAM)
+        except OSError:
+            return ""
+        return str(found[0][4][0])
+    return None
 
 
 def rdma_rows(inventory: Inventory, root: Root, at: float) -> Iterable[Check]:
@@ -204,6 +216,10 @@ class Preflight:
     weights: dict[str, tuple[float, Weights, Problems]] = attrs.field(factory=dict)
     sums: Checksums = attrs.field(factory=Checksums)
     clock_offset: float | None = None
+    own_address: str | None = None  # that the host's name leads to
+
+    async def try_name(self) -> None:
+        self.own_address = await resolve(hostname())
 
     def installs(self) -> tuple[EngineInstall, ...]:
         return tuple(f.install for f in self.engines.values() if f.install is not None)
@@ -260,7 +276,7 @@ class Preflight:
             *(check for uuid, (_, check) in self.cuda.items() if uuid in gpus),
             *(check for one in self.engines.values() for check in one.checks),
             *(check for ref, (_, _, problems) in self.weights.items() for check in weight_rows(ref, problems, wall)),
-            *host_rows(inventory, root, wall),
+            *host_rows(inventory, root, self.own_address, wall),
             *rdma_rows(inventory, root, wall),
             clock_row(self.clock_offset, wall),
         ]

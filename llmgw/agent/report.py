@@ -94,6 +94,7 @@ async def preflight(settings: Settings, only: str, weights: Sequence[str], as_js
         async with trio.open_nursery() as nursery:
             nursery.start_soon(checker.try_engines, wall, only)
             nursery.start_soon(checker.try_gpus, wall)
+            nursery.start_soon(checker.try_name)
             nursery.start_soon(checker.try_weights, weights, True)
         inventory = checker.complete(await discovery.look(), wall, checking=False)
     checks = sorted(

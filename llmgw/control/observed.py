@@ -75,6 +75,7 @@ class Desired(msgspec.Struct, frozen=True, kw_only=True):
     max_batched_tokens: int | None = None
     ports: Ports
     phases: tuple[Phase, ...] = ("prefill", "decode")
+    kv_events: bool = False  # the engine publishes what its KV cache holds
     group: Group | None = None
     env: dict[str, str] = {}
     flags: tuple[str, ...] = ()  # appended to the engine's command line as they are

@@ -67,6 +67,9 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int | None = None
     memory_share: float | None = None  # of each GPU's total memory, 0..1
     max_seqs: int | None = None
+    max_batched_tokens: int | None = None
+    dtype: str = ""
+    quantisation: str = ""
     kv_events: bool = False
     fabric_env: dict[str, str] = {}  # NCCL_… and friends, computed for the chosen fabric
     extra: tuple[str, ...] = ()  # flags of the catalogue, already checked
@@ -256,9 +259,9 @@ def base_env(launch: Launch) -> dict[str, str]:
     }
 
 
-def spread(flag: str, value: float | None, default: float | None = None) -> tuple[str, ...]:
+def spread(flag: str, value: float | str | None, default: float | None = None) -> tuple[str, ...]:
     """(flag, value), or nothing where the value is unset or what the engine does anyway."""
-    return () if value is None or value == default else (flag, str(value))
+    return () if value in (None, "", default) else (flag, str(value))
 
 
 def python_beside(program: tuple[str, ...]) -> str:

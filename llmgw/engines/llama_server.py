@@ -88,6 +88,7 @@ class LlamaServer(Engine):
             *("--fit", "off", "-ngl", "999" if launch.gpus else "0"),
             *spread("-c", launch.max_model_len and launch.max_model_len * slots),  # shared by all slots
             *("-np", str(slots), "--metrics", "--slots"),
+            *spread("-b", launch.max_batched_tokens),
         ]
         argv += ["--embedding"] if launch.task == "embed" else ["--jinja"]
         files = {}

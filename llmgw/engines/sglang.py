@@ -97,6 +97,9 @@ class Sglang(Engine):
             *spread("--context-length", launch.max_model_len),
             *spread("--mem-fraction-static", launch.memory_share),
             *spread("--max-running-requests", launch.max_seqs),
+            *spread("--chunked-prefill-size", launch.max_batched_tokens),
+            *spread("--dtype", launch.dtype),
+            *spread("--quantization", launch.quantisation),
         ]
         if launch.task == "embed":
             argv.append("--is-embedding")

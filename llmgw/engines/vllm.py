@@ -123,6 +123,9 @@ class Vllm(Engine):
             *spread("--max-model-len", launch.max_model_len),
             *spread("--gpu-memory-utilization", launch.memory_share),
             *spread("--max-num-seqs", launch.max_seqs),
+            *spread("--max-num-batched-tokens", launch.max_batched_tokens),
+            *spread("--dtype", launch.dtype),
+            *spread("--quantization", launch.quantisation),
         ]
         if launch.task == "embed":
             argv += ["--runner", "pooling"]

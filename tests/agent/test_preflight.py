@@ -64,14 +64,14 @@ def test_a_kvm64_cpu_is_told(tmp_path: Path) -> None:
 
     machine(tmp_path, model="Common KVM processor", flags=KVM64_FLAGS)
     inventory = msgspec.structs.replace(FINE, host=read_host(Root(str(tmp_path))))
-    row = bad(preflight.host_rows(inventory, Root(str(tmp_path)), 0.0))["CPU-1"]
+    row = bad(preflight.host_rows(inventory, Root(str(tmp_path)), None, 0.0))["CPU-1"]
     assert 'Common KVM processor"): CPU inference and tokenisation 6-9x slower' in row.message
     assert "qm set ID --cpu host" in row.fix
 
 
 def test_host_rows(tmp_path: Path) -> None:
     root = Root(str(tmp_path))
-    assert bad(preflight.host_rows(FINE, root, 0.0)) == {}
+    assert bad(preflight.host_rows(FINE, root, "10.0.0.7", 0.0)) == {}
     poor = msgspec.structs.replace(
         FINE,
         address="127.0.0.1",
@@ -80,14 +80,24 @@ def test_host_rows(tmp_path: Path) -> None:
         disks=(Disk(path="/w", free=1), Disk(path="/r", free=1 << 50, read_only=True)),
         host=msgspec.structs.replace(FINE.host, shm=64 << 20, nofile=1024, cores=1.0),
     )
-    found = bad(preflight.host_rows(poor, root, 0.0))
+    found = bad(preflight.host_rows(poor, root, None, 0.0))
     assert set(found) == {"CPU-2", "LIM-2", "LIM-3", "NET-2", "NET-3", "DSK-1"}
     assert found["LIM-2"].message.startswith("/dev/shm is 64 MiB")
     assert found["DSK-1"].message == "/w has 0.0 GiB free; /r is mounted read-only"
     reserved = tmp_path / "proc/sys/net/ipv4/ip_local_reserved_ports"
     reserved.parent.mkdir(parents=True)
     reserved.write_text("8080,40000-42000\n")
-    assert "NET-3" not in bad(preflight.host_rows(poor, root, 0.0))
+    assert "NET-3" not in bad(preflight.host_rows(poor, root, None, 0.0))
+
+
+@pytest.mark.parametrize(("own", "words"), [("", "does not resolve"), ("127.0.1.1", "127.0.1.1: gloo"), (None, "")])
+def test_the_hosts_own_name(tmp_path: Path, own: str | None, words: str) -> None:
+    found = bad(preflight.host_rows(FINE, Root(str(tmp_path)), own, 0.0))
+    assert (words in found["NET-2"].message) if words else "NET-2" not in found
+
+
+async def test_localhost_resolves() -> None:
+    assert await preflight.resolve("localhost") == "127.0.0.1"
 
 
 def test_rdma_rows(tmp_path: Path) -> None:

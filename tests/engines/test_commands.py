@@ -14,6 +14,7 @@ import pytest
 
 from llmgw.engines import ENGINES
 from llmgw.engines.base import Engine, Launch
+from llmgw.engines.network import fabric_env
 from llmgw.errors import ConfigError
 from llmgw.request import Phase
 
@@ -36,7 +37,18 @@ LLAMA = ("/opt/llama/llama-server",)
 
 CASES: dict[str, tuple[str, Launch]] = {
     "vllm-one-gpu": ("vllm", msgspec.structs.replace(ONE, max_model_len=8192, memory_share=0.92, max_seqs=256)),
-    "vllm-tp2": ("vllm", msgspec.structs.replace(ONE, gpus=(H0, H1), tp=2, extra=("--enable-prompt-tokens-details",))),
+    "vllm-tp2": (
+        "vllm",
+        msgspec.structs.replace(
+            ONE,
+            gpus=(H0, H1),
+            tp=2,
+            extra=("--enable-prompt-tokens-details",),
+            max_batched_tokens=8192,
+            dtype="bfloat16",
+            quantisation="fp8",
+        ),
+    ),
     "vllm-module-cpu": (
         "vllm",
         msgspec.structs.replace(
@@ -56,7 +68,7 @@ CASES: dict[str, tuple[str, Launch]] = {
             pp=2,
             nodes=2,
             head="10.0.0.7",
-            fabric_env={"NCCL_NET": "IB", "NCCL_IB_HCA": "=mlx5_0:1"},
+            fabric_env=fabric_env("ib", ["mlx5_0:1"], "eth0", "10.0.0.7"),
         ),
     ),
     "vllm-two-nodes-follower": (
@@ -126,7 +138,8 @@ def test_every_flag_that_the_agent_gives_is_refused_from_the_catalogue(name: str
     made = engine(name)
     # flags that tune rather than decide: the catalogue may repeat them, its word comes last
     tuning = {"--max-model-len", "--gpu-memory-utilization", "--max-num-seqs", "--context-length"}
-    tuning |= {"--mem-fraction-static", "--max-running-requests", "--jinja"}
+    tuning |= {"--mem-fraction-static", "--max-running-requests", "--jinja", "--max-num-batched-tokens", "--dtype"}
+    tuning |= {"--quantization", "--chunked-prefill-size", "-b"}
     for kind, launch in CASES.values():
         if kind != name:
             continue
@@ -200,3 +213,13 @@ def test_probe_runs_the_interpreter_beside_the_script() -> None:
     assert engine("vllm").probe(("/opt/vllm/bin/vllm", "serve")).argv[0] == "/opt/vllm/bin/python"
     assert engine("sglang").probe(MODULE).argv[0] == "/opt/sglang/bin/python"
     assert engine("llama-server").probe(LLAMA).argv == ("/opt/llama/llama-server", "--version")
+
+
+def test_the_fabric_is_pinned_exactly() -> None:
+    ib = fabric_env("ib", ["mlx5_1:1", "mlx5_10:1"], "eth0", "10.0.0.7")
+    assert ib["NCCL_NET"] == "IB"
+    assert ib["NCCL_IB_HCA"] == "=mlx5_1:1,mlx5_10:1"
+    assert fabric_env("roce", ["mlx5_0:1"], "eth0", "10.0.0.7")["NCCL_IB_ADDR_FAMILY"] == "AF_INET"
+    nvlink = fabric_env("nvlink", [], "eth0", "10.0.0.7")
+    assert (nvlink["NCCL_MNNVL_ENABLE"], "NCCL_NET" in nvlink) == ("1", False)
+    assert fabric_env("ethernet", [], "eth0", "10.0.0.7")["NCCL_NET"] == "Socket"
