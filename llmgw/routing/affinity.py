@@ -16,6 +16,7 @@ from llmgw.request import InferenceRequest
 
 BYTES_A_TOKEN = 4.0  # English; corrected by what engines count
 STEP = 0.02  # weight of one request in that correction
+MEASURED = 16  # blocks of a prompt from which on the last, partial one does not matter to it
 
 NOTHING: Mapping[str, int] = {}
 
@@ -75,21 +76,23 @@ class Affinity:
         endpoint: str,
         request: InferenceRequest,
         prompt_tokens: int | None,
-        cached_tokens: int | None,
         completion_tokens: int | None,
         *,
         computed: bool,
+        believed: int,
     ) -> None:
-        """It is over. *computed*: its prompt was (a first token came); else the endpoint has not got it."""
+        """It is over. *computed*: its prompt was (an answer began); else the endpoint has only the *believed* tokens of
+        it that it had before. *prompt_tokens*: as the engine counted them."""
         blocks = request.blocks
         if not blocks:
             return
         if not computed:
-            self.estimated.correct(endpoint, blocks, 0)
+            had = int(believed * len(blocks) / max(request.prompt_tokens, 1))
+            self.estimated.correct(endpoint, blocks, had)
             return
         if completion_tokens:
             self.estimated.fill(endpoint, int(completion_tokens / self.block_tokens))
-        if prompt_tokens and not self._fixed and request.prompt_tokens and not request.media:
+        if prompt_tokens and not self._fixed and not request.media and len(blocks) >= MEASURED:
             ratio = BLOCK * len(blocks) / prompt_tokens
-            if 1.0 <= ratio <= 16.0 and len(blocks) >= 8:
+            if 1.0 <= ratio <= 16.0:
                 self.bytes_a_token += STEP * (ratio - self.bytes_a_token)

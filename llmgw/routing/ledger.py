@@ -20,6 +20,8 @@ fleet's median with half-life `DRIFT`: an engine that was slow once gets another
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
+from heapq import heappop, heappush
+from itertools import count
 from math import exp, log
 
 import msgspec
@@ -46,6 +48,7 @@ class _Leg(msgspec.Struct, gc=False):
     prefill: int  # uncached prompt tokens, while no token has come; then 0
     decode: int  # tokens still expected
     queued: bool = True
+    learn: bool = True  # its first token tells the speed of its prefill
     tokens: int = 0  # that have come
     seen: float = 0.0  # when they had
 
@@ -144,6 +147,8 @@ class Ledger:
         self._dirty: list[_Account] = []
         self._revision = 0
         self._refreshed = now
+        self._due: list[tuple[float, int, Hashable]] = []
+        self._numbers = count()
 
     def replace(self, endpoints: Iterable[Endpoint], now: float) -> None:
         """The full set. Accounts go by id: who stays keeps everything."""
@@ -162,8 +167,11 @@ class Ledger:
             account.dirty = False
             self._mark(account)
 
-    def open(self, leg: Hashable, endpoint: str, *, prefill: int, decode: int, now: float) -> None:
+    def open(
+        self, leg: Hashable, endpoint: str, *, prefill: int, decode: int, now: float, due: float | None = None
+    ) -> None:
         """*leg* was sent: *prefill* uncached prompt tokens to compute (0 for a decode-only leg), *decode* tokens expected.
+        *due*: when its prompt should be computed, for an answer that comes in one piece and cannot tell.
 
         Raises ValueError if it is open already: a request counted twice would never be closed twice.
         """
@@ -172,7 +180,9 @@ class Ledger:
         account = self._accounts.get(endpoint)
         if account is None:  # decided on a snapshot that has been replaced since
             account = self._accounts[endpoint] = _Account(now)
-        self._legs[leg] = _Leg(account, now, prefill, decode)
+        self._legs[leg] = _Leg(account, now, prefill, decode, learn=due is None)
+        if due is not None:
+            heappush(self._due, (due, next(self._numbers), leg))
         account.inflight += 1
         if not account.queued:
             account.waiting_since = now
@@ -186,7 +196,10 @@ class Ledger:
         found = self._legs.get(leg)
         if found is not None and found.queued:
             account = found.account
-            account.first_token(found, now)
+            if found.learn:
+                account.first_token(found, now)
+            else:
+                account.end = max(account.end, now)
             account.queued -= 1
             account.prefill_tokens -= found.prefill
             found.queued = False
@@ -250,6 +263,9 @@ class Ledger:
 
     def snapshot(self, now: float) -> Snapshot:
         """What decisions see. The tuple of endpoints is the same object as long as the set is."""
+        while self._due and self._due[0][0] <= now:
+            due, _, leg = heappop(self._due)
+            self.first(leg, due)
         if now - self._refreshed >= REFRESH:
             self._refresh(now)
         if self._dirty:
