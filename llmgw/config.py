@@ -28,10 +28,14 @@ import yaml
 from cattrs.gen import make_dict_structure_fn, override
 
 from llmgw.endpoint import Endpoint, Model
+from llmgw.engines.base import MetricNames
 from llmgw.errors import ConfigError, Problem
 from llmgw.pipeline.config import PipelineConfig, is_coordinator, translate
 from llmgw.pipeline.config import build as build_pipeline
 from llmgw.request import Limits, Phase
+from llmgw.routing.profiles import DEFAULT as DEFAULT_PROFILE
+from llmgw.routing.profiles import profiles
+from llmgw.routing.report import Reader, kinds
 from llmgw.units import Duration, Size, format_duration, format_size, parse_address, parse_duration, parse_size
 
 VERSION = 1
@@ -140,6 +144,15 @@ def phases_known(value: tuple[str, ...]) -> str | None:
     return not_empty(value) or (None if len(set(value)) == len(value) else "names a phase twice")
 
 
+def a_path(value: str) -> str | None:
+    return None if value.startswith("/") and " " not in value else "must be a path: /metrics"
+
+
+def shares(value: dict[str, float]) -> str | None:
+    good = all(share > 0 for share in value.values()) and sum(value.values()) <= 1
+    return None if good else "each share must be more than 0, and all together at most 1"
+
+
 def hosts(value: tuple[str, ...]) -> str | None:
     return next((f"{h!r} is not a host name" for h in value if not re.fullmatch(r"[A-Za-z0-9._:\[\]-]+", h)), None)
 
@@ -242,6 +255,42 @@ class Probe:
 
 
 @attrs.frozen(kw_only=True)
+class MetricMapping:
+    """Where a kind of engine's figures stand on its metrics page: `NAME`, `NAME{LABEL=VALUE}` or `NAME@LABEL`; first found wins."""
+
+    running: tuple[str, ...] = key("Requests in execution.", ())
+    waiting: tuple[str, ...] = key("Requests waiting.", ())
+    kv_usage: tuple[str, ...] = key("Share of the KV cache in use, 0 to 1.", ())
+    block_size: tuple[str, ...] = key("Tokens a KV block.", ())
+    blocks: tuple[str, ...] = key("KV blocks in all.", ())
+    progress: tuple[str, ...] = key("Counters that rise while the engine works.", ())
+    path: str = key("Of the page.", "/metrics", check=a_path)
+
+
+@attrs.frozen(kw_only=True)
+class Scrape:
+    """Reading engines' metrics pages."""
+
+    interval: Duration = key("Between two readings of one engine; `0` = never.", Duration(1.0), check=not_negative)
+    timeout: Duration = key("Of one reading.", Duration(0.9), check=positive)
+    metrics: dict[str, MetricMapping] = key("Names by kind of engine, in place of ours.", attrs.Factory(dict))
+
+
+@attrs.frozen(kw_only=True)
+class Routing:
+    """How endpoints are chosen."""
+
+    profile: str = key("Profile of requests and models that name none.", DEFAULT_PROFILE)
+    profiles: dict[str, dict[str, Any]] = key(
+        "Profiles beside ours, each with `filters`, `scorers`, `picker`; see docs/routing.md.", attrs.Factory(dict)
+    )
+    scrape: Scrape = key("Reading engines' metrics pages.", attrs.Factory(Scrape))
+    explain_header: bool = key(
+        "Answer `x-llmgw-explain: 1` with the decision. It names endpoints and their load: for debugging.", False
+    )
+
+
+@attrs.frozen(kw_only=True)
 class Log:
     """The log: one JSON object a line."""
 
@@ -324,6 +373,13 @@ class ModelPolicy:
     )
     timeouts: ModelTimeouts = key("Time limits of this model.", attrs.Factory(ModelTimeouts))
     pipeline: str = key("Which of `pipelines` its requests go through. Unset: the server's.", "")
+    profile: str | None = key("Routing profile. Unset: `routing.profile`.", None, check=not_empty)
+    canary: dict[str, float] = key(
+        "Share of its requests that other models get instead, 0 to 1, by name; a session keeps its side.",
+        attrs.Factory(dict),
+        check=shares,
+    )
+    fallback: tuple[str, ...] = key("Models that serve, in this order, while it cannot.", ())
 
 
 @attrs.frozen(kw_only=True)
@@ -336,6 +392,7 @@ class Server:
     limits: ClientLimits = key("What a client may send.", attrs.Factory(ClientLimits))
     timeouts: Timeouts = key("Time limits of a request.", attrs.Factory(Timeouts))
     probe: Probe = key("Health of engines.", attrs.Factory(Probe))
+    routing: Routing = key("How endpoints are chosen.", attrs.Factory(Routing))
     log: Log = key("The log.", attrs.Factory(Log))
     driver: Driver = key("How bytes are moved: `pump` (Linux, fast) or `tasks` (anywhere).", "pump")
     endpoints: tuple[EndpointConfig, ...] = key("Engines that run already.", ())
@@ -537,6 +594,7 @@ def converter() -> cattrs.Converter:
     made.register_structure_hook(int, _exactly("a whole number", int))
     made.register_structure_hook(bool, _exactly("true or false", bool))
     made.register_structure_hook(float, _exactly("a number", int, float))
+    made.register_structure_hook_func(lambda kind: kind is Any, lambda value, _: value)
     made.register_structure_hook(Duration, _written("a duration such as 30s", parse_duration))
     made.register_structure_hook(Size, _written("a size such as 64MiB", parse_size, int))
     made.register_structure_hook_func(_is(Literal), _literal)
@@ -660,6 +718,32 @@ def undotted(text: str) -> Path_:
     return tuple(int(part[1:-1]) if part.startswith("[") else part for part in text.replace("[", ".[").split("."))
 
 
+def _unroutable(document: Document, server: Server) -> Iterator[Problem]:
+    """What routing cannot use: its plug-ins know, not this schema."""
+    known = set()
+    try:
+        known = set(profiles(server.routing.profiles))
+    except ConfigError as error:
+        for problem in error.problems:
+            yield document.problem(("routing", *problem.where.split(".")), problem.message)
+    for name, mapping in server.routing.scrape.metrics.items():
+        where = ("routing", "scrape", "metrics", name)
+        if name not in kinds():
+            yield document.problem(where, f"unknown kind of engine {name!r}; known: {', '.join(sorted(kinds()))}")
+        try:
+            Reader(MetricNames(**attrs.asdict(mapping)))
+        except ValueError as error:
+            yield document.problem(where, str(error))
+    named: list[tuple[Path_, str]] = [(("routing", "profile"), server.routing.profile)]
+    named += [(("models", name, "profile"), m.profile) for name, m in server.models.items() if m.profile]
+    for path, profile in named:
+        if known and profile not in known:
+            yield document.problem(path, f"unknown profile {profile!r}; known: {', '.join(sorted(known))}")
+    for name, policy in server.models.items():
+        if name in policy.fallback or name in policy.canary:
+            yield document.problem(("models", name), "names itself as its fallback or canary")
+
+
 def parse(text: str, file: str = "", *, environ: Mapping[str, str] | None = None, endpoints: bool = False) -> Server:
     """The configuration in *text*. Raises ConfigError with every problem.
 
@@ -676,6 +760,7 @@ def parse(text: str, file: str = "", *, environ: Mapping[str, str] | None = None
     problems = [*problems, *_twice(document)]
     if server is not None:
         problems += _pipelines(server, document)
+        problems += _unroutable(document, server)
     if server is None or problems:
         raise ConfigError(sorted(problems, key=lambda p: p.line))
     return server
@@ -793,8 +878,8 @@ def with_flags(
 
 def _plain(value: Any, kind: Any) -> Any:
     """Back to what the file says, in the file's notation."""
-    if value is None:
-        return None
+    if value is None or kind is Any:
+        return value
     if get_origin(kind) in (Union, types.UnionType):
         kind = next(k for k in get_args(kind) if k is not type(None))
     if kind is Duration:

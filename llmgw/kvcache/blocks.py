@@ -30,6 +30,8 @@ MEDIA = (
 )  # what one picture or sound weighs in the prompt: 256 tokens, what small vision models spend on a tile
 MEDIA_SEEN = 1 << 19  # bytes hashed at either end of inline media; with its length that is its identity
 
+DECODED = 4 << 20  # bytes of a conversation that are decoded (some 10 ms); a longer one is taken by its bytes
+
 FIRST = (
     "cache_salt",
     "chat_template",
@@ -116,6 +118,35 @@ def blocks(
     return chain(b"".join(pieces), BLOCK, seed(names), limit)
 
 
+class _Body(msgspec.Struct, gc=False):
+    cache_salt: msgspec.Raw = msgspec.Raw()
+    chat_template: msgspec.Raw = msgspec.Raw()
+    chat_template_kwargs: msgspec.Raw = msgspec.Raw()
+    tools: msgspec.Raw = msgspec.Raw()
+    functions: msgspec.Raw = msgspec.Raw()
+    documents: msgspec.Raw = msgspec.Raw()
+    system: msgspec.Raw = msgspec.Raw()
+    instructions: msgspec.Raw = msgspec.Raw()
+    messages: msgspec.Raw = msgspec.Raw()
+    input: msgspec.Raw = msgspec.Raw()
+    prompt: msgspec.Raw = msgspec.Raw()
+    prompt_embeds: msgspec.Raw = msgspec.Raw()
+
+
+_body = msgspec.json.Decoder(_Body)
+
+
+def of_body(body: bytes, names: str = "", limit: int = LIMIT) -> tuple[int, ...]:
+    """As `blocks`, from a whole body; () for what is no JSON object."""
+    if len(body) < BLOCK:
+        return ()
+    try:
+        found = _body.decode(body)
+    except (msgspec.MsgspecError, RecursionError):
+        return ()
+    return blocks({field: raw for field in FIELDS if (raw := getattr(found, field))}, names, limit)
+
+
 def seed(names: str) -> int:
     """Where a chain starts that shares no block with the chains of other *names*."""
     start = names.encode()
@@ -152,6 +183,9 @@ def token_blocks(ids: Sequence[int], size: int, start: int, limit: int = LIMIT) 
 
 def _conversation(raw: bytes | memoryview | msgspec.Raw, pieces: list[bytes], room: int) -> None:
     """Role and content of every message; stops once *room* bytes are full, since the rest has no block."""
+    if len(raw) > DECODED:
+        pieces.append(b"\x1c" + bytes(memoryview(raw)[:room]))
+        return
     try:
         for plain in _plain_messages.decode(raw):
             pieces.append(f"\x1e{plain.role}\x1f{plain.content}".encode())

@@ -13,6 +13,7 @@ from llmgw.endpoint import Endpoint, EndpointView, Snapshot
 from llmgw.request import Refusal
 from llmgw.routing.decision import Decision, Refused
 from llmgw.routing.field import Field, Query, Roster
+from llmgw.routing.filters.model import serves
 from llmgw.routing.profiles import Profile
 
 
@@ -97,7 +98,8 @@ def _roster(endpoints: tuple[Endpoint, ...]) -> Roster:
 
 
 _SAYS = {
-    "model": "No endpoint serves {model!r}{phases} at the moment.",
+    "model": "No endpoint serves {model!r} at the moment.",
+    "phases": "No endpoint of {model!r} does {phases}.",
     "healthy": "None of the {count} endpoints of {model!r} is healthy; `llmgw ctl endpoints` says why.",
     "tried": "All {count} healthy endpoints of {model!r} were tried.",
     "concurrency": "All {count} endpoints of {model!r} have as many requests as max_concurrency allows.",
@@ -105,14 +107,20 @@ _SAYS = {
 }
 
 
+def _serves_otherwise(query: Query, snapshot: Snapshot) -> bool:
+    return any(serves(e, query.model, query.request.lora, ()) for e in snapshot.endpoints)
+
+
 def _nobody(query: Query, snapshot: Snapshot, last: Refused, before: tuple[Refused, ...]) -> Refusal:
     """Names the filter that left nobody, and what the others had taken out already."""
-    says = _SAYS.get(last.filter, "Filter {filter!r} refused the last {count} endpoints of {model!r}.")
-    phases = "" if len(query.phases) > 1 else f" for {query.phases[0]}"
-    text = says.format(model=query.model[:100], count=len(last.at), filter=last.filter, phases=phases)
+    name = last.filter
+    if name == "model" and _serves_otherwise(query, snapshot):
+        name = "phases"
+    says = _SAYS.get(name, "Filter {filter!r} refused the last {count} endpoints of {model!r}.")
+    text = says.format(model=query.model[:100], count=len(last.at), filter=name, phases=" and ".join(query.phases))
     others = ", ".join(f"{r.filter} {len(r.at)}" for r in before if r.filter != "model")
     if others:
         text += f" Refused before: {others}."
     if last.filter == "healthy":
         return Refusal(reason="none_healthy", message=text, filter=last.filter)
-    return Refusal(reason="no_endpoint", message=text, filter=last.filter)
+    return Refusal(reason="no_endpoint", message=text, filter=name)

@@ -206,6 +206,9 @@ class Ledger:
             found.prefill = 0
             found.tokens = 1
             found.seen = now
+            done = min(found.decode, 1)
+            found.decode -= done
+            account.decode_tokens -= done
             self._mark(account)
 
     def progress(self, leg: Hashable, tokens: int, now: float) -> None:
@@ -277,8 +280,16 @@ class Ledger:
             self._revision += 1
         return Snapshot(self._revision, self._endpoints, tuple(self._views))
 
-    def open_legs(self) -> int:
-        return len(self._legs)
+    def counts(self, endpoint: str) -> tuple[int, int, int]:
+        """Requests, uncached prompt tokens and answer tokens that *endpoint* has of ours at this moment."""
+        account = self._accounts.get(endpoint)
+        return (account.inflight, account.prefill_tokens, account.decode_tokens) if account is not None else (0, 0, 0)
+
+    def view(self, endpoint: str, now: float) -> EndpointView | None:
+        """As a decision would see it; None: unknown, or gone."""
+        snapshot = self.snapshot(now)
+        account = self._accounts.get(endpoint)
+        return snapshot.views[account.slot] if account is not None and account.slot is not None else None
 
     def _mark(self, account: _Account) -> None:
         if not account.dirty:

@@ -28,12 +28,12 @@ ALWAYS = ("healthy", "tried", "concurrency", "context")  # unless a profile list
 
 BUILT_IN: dict[str, dict[str, Any]] = {
     "auto": {"scorers": {"queue": 1, "prefill": 1, "prefix": 1, "decode": 0.02, "session": 1, "health": 1}},
-    "chat": {"scorers": {"session": {"weight": 2, "least": 2.0}, "prefix": 1, "prefill": 1, "queue": 1, "kv": 0.5, "health": 1}},
+    "chat": {"scorers": {"session": {"least": 10.0}, "prefix": 1, "prefill": 1, "queue": 1, "kv": 0.5, "health": 1}},
     "batch": {"scorers": {"queue": 1, "inflight": 1, "prefix": 0.5, "health": 1}},
     "long-context": {"scorers": {"kv": {"weight": 2, "start": 0.2}, "queue": 1, "prefill": 1, "prefix": 1, "session": 1, "health": 1}},
-    "round-robin": {"scorers": {}, "picker": "turn"},
-    "least-load": {"scorers": {"inflight": 1}},
-    "session-hash": {"scorers": {"hash": 1}},
+    "round-robin": {"scorers": {"health": {"ramp": 0.0}}, "picker": "turn"},
+    "least-load": {"scorers": {"inflight": 1, "health": {"ramp": 0.0}}},
+    "session-hash": {"scorers": {"hash": 1, "health": {"ramp": 0.0}}},
 }  # fmt: skip
 """`auto` is the default. The last three are what other gateways do: to compare with."""
 

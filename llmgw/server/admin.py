@@ -2,6 +2,7 @@
 
     GET  /metrics  /health  /readyz  /debug/tasks  /debug/profile?seconds=5
     GET  /api/v1/endpoints[/NAME]    POST /api/v1/endpoints/NAME/drain|undrain    GET /api/v1/models[/NAME]
+    GET  /api/v1/decisions[/REQUEST-ID]  POST /api/v1/explain-route
 
 Objects have a `kind`, lists have `kind`, `revision` and `items`, errors are those of the reasons table. Whoever reaches
 this port may use it, so it answers only to names that a browser cannot be tricked into (loopback, a configured host), and
@@ -23,11 +24,16 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from llmgw import reasons
+from llmgw.endpoint import EndpointView
 from llmgw.metrics import Metrics, page
-from llmgw.request import PHASES
+from llmgw.request import PHASES, Refusal
+from llmgw.routing import explain
 from llmgw.server.brain import Brain
 from llmgw.server.fleet import Place
 from llmgw.server.inspect import LONGEST, Profiler, task_tree
+
+LATEST = 100  # decisions in a list; one by its request id is found as long as the ring keeps it
+EXPLAINED = 8 << 20  # bytes of a request that is only explained
 
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]", "::1"})
 
@@ -46,6 +52,15 @@ def problem(reason: str, message: str, param: str | None = None) -> Response:
     row = reasons.get(reason)
     error = {"message": message, "type": row.type, "param": param, "code": row.code}
     return JSONResponse({"error": error}, row.status)
+
+
+class Asked(msgspec.Struct):
+    """What `explain-route` is asked."""
+
+    model: str
+    session: str = ""
+    profile: str = ""
+    request: msgspec.Raw = msgspec.Raw(b"{}")  # a client's body
 
 
 class Guard:
@@ -75,7 +90,7 @@ class Guard:
         await answer(scope, receive, send)
 
 
-def describe(place: Place, now: float) -> dict[str, Any]:
+def describe(place: Place, view: EndpointView, now: float) -> dict[str, Any]:
     """An endpoint as the API shows it. Its key is not shown, only where it is kept."""
     found: dict[str, Any] = {"kind": "endpoint"}
     found |= msgspec.to_builtins(place.endpoint)
@@ -83,12 +98,38 @@ def describe(place: Place, now: float) -> dict[str, Any]:
     found["fabrics"] = sorted(place.endpoint.fabrics)
     health = place.health
     found["health"] = {"state": health.state, "seconds": round(now - health.since, 3), "why": health.why}
-    found["inflight"] = place.inflight
-    found["prefill_tokens"] = place.prefill_tokens
-    found["decode_tokens"] = place.decode_tokens
+    found |= load(view, now)
     found["requests"] = place.slot.requests
     found["failures"] = place.slot.failures
     return found
+
+
+def load(view: EndpointView, now: float) -> dict[str, Any]:
+    """What an endpoint has to do, and how fast it has been seen to do it. None = unknown."""
+    report = view.report
+    return {
+        "inflight": view.inflight,
+        "queued": view.queued,
+        "prefill_tokens": view.prefill_tokens,
+        "decode_tokens": view.decode_tokens,
+        "foreign": round(view.foreign, 1),
+        "ahead_ms": _rounded(view.ahead, 1000.0),
+        "prefill_rate": _rounded(view.prefill_rate),
+        "decode_rate": _rounded(view.decode_rate),
+        "overhead_ms": _rounded(view.overhead, 1000.0),
+        "report": None
+        if report is None
+        else {
+            "seconds": round(now - report.at, 3),
+            "running": report.running,
+            "waiting": report.waiting,
+            "kv_usage": report.kv_usage,
+        },
+    }
+
+
+def _rounded(value: float | None, factor: float = 1.0) -> float | None:
+    return None if value is None else round(value * factor, 2)
 
 
 def models(places: Iterable[Place]) -> list[dict[str, Any]]:
@@ -139,6 +180,9 @@ class Admin:
             Route(api + "/endpoints", self.endpoints),
             Route(api + "/endpoints/{name}", self.endpoint),
             Route(api + "/endpoints/{name}/{action:str}", self.drain, methods=["POST"]),
+            Route(api + "/decisions", self.decisions),
+            Route(api + "/decisions/{id}", self.decision),
+            Route(api + "/explain-route", self.explain_route, methods=["POST"]),
             Route(api + "/models", self.models),
             Route(api + "/models/{name:path}", self.model),
         ]
@@ -187,17 +231,20 @@ class Admin:
                 return place
         raise Problem("unknown_path", f"There is no endpoint {name[:100]!r}.")
 
+    def _describe(self, place: Place, now: float) -> dict[str, Any]:
+        return describe(place, self._fleet.router.ledger.view(place.endpoint.id, now) or EndpointView(), now)
+
     def _list(self, kind: str, items: list[dict[str, Any]]) -> Response:
         return JSONResponse({"kind": kind, "revision": self._fleet.revision, "items": items})
 
     async def endpoints(self, request: Request) -> Response:
         await trio.lowlevel.checkpoint()
         now = self._clock()
-        return self._list("endpoints", [describe(p, now) for p in self._fleet.places.values()])
+        return self._list("endpoints", [self._describe(p, now) for p in self._fleet.places.values()])
 
     async def endpoint(self, request: Request) -> Response:
         await trio.lowlevel.checkpoint()
-        return JSONResponse(describe(self._place(request.path_params["name"]), self._clock()))
+        return JSONResponse(self._describe(self._place(request.path_params["name"]), self._clock()))
 
     async def drain(self, request: Request) -> Response:
         await trio.lowlevel.checkpoint()
@@ -208,7 +255,36 @@ class Admin:
             self._fleet.happened(place, "undrain")
         else:
             raise Problem("unknown_path", f"An endpoint has no action {action[:100]!r}; there are: drain, undrain.")
-        return JSONResponse(describe(place, self._clock()))
+        return JSONResponse(self._describe(place, self._clock()))
+
+    async def decisions(self, request: Request) -> Response:
+        await trio.lowlevel.checkpoint()
+        found = self._fleet.router.recent.latest(LATEST)
+        return self._list("decisions", [explain.record(one) for one in found])
+
+    async def decision(self, request: Request) -> Response:
+        await trio.lowlevel.checkpoint()
+        name = request.path_params["id"]
+        found = self._fleet.router.recent.get(name)
+        if found is None:
+            raise Problem(
+                "unknown_path", f"No decision for request {name[:100]!r} is kept: unknown, or older than the ring."
+            )
+        return JSONResponse(explain.record(found))
+
+    async def explain_route(self, request: Request) -> Response:
+        """Decides as for a client, and sends nothing. Body: ``{"model", "session", "profile", "request": {…}}``."""
+        body = await request.body()
+        if len(body) > EXPLAINED:
+            raise Problem("too_large", f"A request to explain may have {EXPLAINED >> 20} MiB.")
+        try:
+            asked = msgspec.json.decode(body, type=Asked)
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise Problem("bad_field", f"The body cannot be used: {error}.") from error
+        found = self._brain.explain(asked.model, bytes(asked.request), asked.session, asked.profile)
+        if isinstance(found, Refusal):
+            return JSONResponse(explain.refusal(found, asked.model))
+        return JSONResponse(explain.decision(found))
 
     async def models(self, request: Request) -> Response:
         await trio.lowlevel.checkpoint()

@@ -20,17 +20,28 @@ import attrs
 from llmgw import reasons
 from llmgw.config import ModelPolicy, Server
 from llmgw.hooks import Anonymous, Hooks
+from llmgw.kvcache import blocks
 from llmgw.logs import Log
 from llmgw.metrics import Metrics
 from llmgw.openai.models import Merged, merge
-from llmgw.request import Failure, InferenceRequest, Lease, Limits, Mover, Outcome, Page, Phase, Principal, Refusal
-from llmgw.routing.roundrobin import RoundRobin
+from llmgw.request import (
+    Failure,
+    Head,
+    InferenceRequest,
+    Lease,
+    Limits,
+    Mover,
+    Outcome,
+    Page,
+    Phase,
+    Principal,
+    Refusal,
+)
+from llmgw.routing.decision import Decision
+from llmgw.routing.policy import canary
 from llmgw.server.fleet import Fleet, Place
 from llmgw.server.health import Event
 from llmgw.server.retries import Poison, RetryBudget
-
-EXPECTED_TOKENS = 256
-"""Completion tokens that are expected of a request that names no limit: the median of public chat traces is below it."""
 
 HUNG = 60.0
 """Seconds without any sign of life (a token of any request, a probe that was answered) after which an engine is given
@@ -50,9 +61,6 @@ class _Entry:
     lease: Lease
     place: Place
     phases: tuple[Phase, ...]
-    expected: int  # completion tokens
-    prefill: int  # tokens that the place's ledger holds for it
-    decode: int
     tried: list[str]  # endpoint ids
     ids: list[int]  # of its leases
     last: float  # when it was sent, or last gave a token
@@ -97,7 +105,7 @@ class Brain:
         self._merged = Merged(b"", {})
         self._budget = RetryBudget()
         self._poison = Poison()
-        self._router = RoundRobin()
+        self._router = fleet.router
         fleet.listeners.append(self._renew)
         fleet.on_failed_probe = self._given_up
         self._renew()
@@ -134,34 +142,34 @@ class Brain:
         model = self._model(request.model)
         if isinstance(model, Refusal):
             return model
-        decode = min(request.max_tokens or EXPECTED_TOKENS, EXPECTED_TOKENS) * max(request.n, 1)
-        reservation = self.hooks.reserve(principal, request, request.prompt_tokens + decode)
+        if (wrong := self._router.unknown_profile(request.profile)) is not None:
+            return wrong
+        model = self._policy(model, request)
+        expected = self._router.expected(request, model)
+        reservation = self.hooks.reserve(principal, request, request.prompt_tokens + expected)
         if isinstance(reservation, Refusal):
             return reservation
         self._budget.request(self._clock())
-        chosen = self._decide(model, ())
-        if isinstance(chosen, Refusal):
-            self._give_back(reservation, request, principal, chosen)
-            return chosen
-        place, phases = chosen
-        lease = self._lease(request, model, place, phases, 1)
+        decision = self._decide(request, model, ())
+        if isinstance(decision, Refusal):
+            self._give_back(reservation, request, principal, decision)
+            return decision
+        place = self.fleet.places[decision.endpoint.id]
+        lease = self._lease(request, decision.model, place, decision.phases, 1)
         entry = _Entry(
             request,
             principal,
             reservation,
-            model,
+            decision.model,
             lease,
             place,
-            phases,
-            decode,
-            request.prompt_tokens,
-            decode,
+            decision.phases,
             [place.endpoint.id],
             [lease.id],
             self._clock(),
         )
         self._entries[lease.id] = entry
-        self.fleet.take(place, entry.prefill, entry.decode)
+        self.fleet.sent(place, lease.id, request, decision)
         return lease
 
     def _model(self, asked: str) -> str | Refusal:
@@ -189,11 +197,45 @@ class Brain:
             message=f"No endpoint serves {_short(asked)!r}; there are: {_some(sorted(models))}.",
         )
 
-    def _decide(self, model: str, tried: tuple[str, ...]) -> tuple[Place, tuple[Phase, ...]] | Refusal:
-        decision = self._router.pick(self.fleet.snapshot(), model, tried)
-        if isinstance(decision, Refusal):
-            return decision
-        return self.fleet.places[decision.endpoint.id], decision.phases
+    def _policy(self, model: str, request: InferenceRequest) -> str:
+        """The model that serves in the place of *model*: its canary, for the share of sessions that it gets."""
+        shared = self._models.get(model)
+        if shared is None or not shared.policy.canary:
+            return model
+        return canary(model, shared.policy.canary, request.session or request.id)
+
+    def _decide(self, request: InferenceRequest, model: str, tried: tuple[str, ...]) -> Decision | Refusal:
+        """Who serves it as *model*, or as the first of its fallbacks that somebody can serve."""
+        policy = self._models[model].policy if model in self._models else ModelPolicy()
+        first: Refusal | None = None
+        for name in (model, *policy.fallback):
+            found = self._router.choose(
+                request, name, self._clock(), profile=policy.profile or self._config.routing.profile, tried=tried
+            )
+            if not isinstance(found, Refusal):
+                return found
+            first = first or found
+        assert first is not None
+        return first
+
+    def explain(self, model: str, body: bytes, session: str, profile: str) -> Decision | Refusal:
+        """What would be decided for *body*, asked for as *model*. Nothing is sent, nothing counted."""
+        found = self._model(model)
+        if isinstance(found, Refusal):
+            return found
+        if (wrong := self._router.unknown_profile(profile)) is not None:
+            return wrong
+        prompt = blocks.of_body(body, model)
+        request = InferenceRequest(
+            id="explain",
+            head=Head("/v1/chat/completions", ""),
+            model=model,
+            prompt_tokens=len(body) // 4,
+            session=session,
+            profile=profile,
+            blocks=prompt,
+        )
+        return self._decide(request, self._policy(found, request), ())
 
     def _lease(
         self, request: InferenceRequest, model: str, place: Place, phases: tuple[Phase, ...], attempt: int
@@ -202,7 +244,7 @@ class Brain:
         return Lease(
             id=next(self._ids),
             request_id=request.id,
-            target=self.fleet.target(place, request.model),
+            target=self.fleet.target(place, request.model, model),
             phases=phases,
             limits=shared.limits,
             usage=shared.policy.usage,
@@ -265,16 +307,16 @@ class Brain:
         elif not (failure.reason == "connect_failed" or failure.status in (429, 503) or not failure.started):
             return self._last(entry, failure)
         tried = tuple(t for t in entry.tried if t != again)
-        chosen = self._decide(entry.model, tried)
-        if isinstance(chosen, Refusal) or not self._budget.take(now):
+        decision = self._decide(entry.request, entry.model, tried)
+        if isinstance(decision, Refusal) or not self._budget.take(now):
             return self._last(entry, failure)
-        self.fleet.release(place, entry.prefill, entry.decode)
-        entry.prefill, entry.decode = entry.request.prompt_tokens, entry.expected
-        entry.place, entry.phases = chosen
-        self.fleet.take(entry.place, entry.prefill, entry.decode)
+        self.fleet.ended(place, entry.lease.id)
+        entry.place, entry.phases = self.fleet.places[decision.endpoint.id], decision.phases
+        entry.model = decision.model
         if entry.place.endpoint.id not in entry.tried:
             entry.tried.append(entry.place.endpoint.id)
         entry.lease = self._lease(entry.request, entry.model, entry.place, entry.phases, entry.lease.attempt + 1)
+        self.fleet.sent(entry.place, entry.lease.id, entry.request, decision, again=True)
         entry.ids.append(entry.lease.id)
         entry.last = now
         self._entries[entry.lease.id] = entry
@@ -327,10 +369,8 @@ class Brain:
         entry = self._entries.get(lease)
         if entry is None:
             return
-        entry.last = entry.place.alive = self._clock()
-        left = max(entry.expected - tokens, 0)
-        self.fleet.change(entry.place, -entry.prefill, left - entry.decode)
-        entry.prefill, entry.decode = 0, left
+        now = entry.last = entry.place.alive = self._clock()
+        self._router.progress(entry.lease.id, tokens, now)
         self.hooks.progress(entry.reservation, tokens)
 
     def quiet(self, lease: int, seconds: float) -> Refusal | None:
@@ -371,7 +411,7 @@ class Brain:
         for each in entry.ids:
             del self._entries[each]
         place = entry.place
-        self.fleet.release(place, entry.prefill, entry.decode)
+        self.fleet.ended(place, entry.lease.id, outcome)
         outcome.principal, outcome.flow = entry.principal.name, entry.principal.flow
         outcome.band, outcome.profile = entry.request.band, entry.request.profile
         outcome.served = entry.lease.target.model or entry.request.model

@@ -1,11 +1,11 @@
 """All endpoints: who they are, how they are doing, what they have of ours. Makes the snapshots that decisions see.
 
-    sources ──replace(full set)──► places, by id ──► snapshot (endpoints, views)     routing reads
+    sources ──replace(full set)──► places, by id ──► router: snapshot (endpoints, views)
     probes, brain ──health──────► place.health            ▲
-    brain ──take, release───────► place's ledger ─────────┘
+    brain ──sent, ended─────────► router: ledger ─────────┘
 
-Invariants: names are unique (the first source to use one keeps it); a place keeps its ledger and health as long as its
-id is in some source's set; views[i] is always the view of endpoints[i]; ledgers never go below zero.
+Invariants: names are unique (the first source to use one keeps it); a place keeps its health as long as its id is in some
+source's set, and its account in the router's ledger until its last request has ended.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ import attrs
 import msgspec
 
 from llmgw.config import ModelPolicy
-from llmgw.endpoint import Endpoint, EndpointView, Model, Snapshot
+from llmgw.endpoint import Endpoint, Model
 from llmgw.logs import Level, Log
 from llmgw.metrics import EndpointSlot, Metrics
-from llmgw.request import Target
+from llmgw.request import InferenceRequest, Outcome, Target
+from llmgw.routing.decision import Decision
+from llmgw.routing.router import Router
 from llmgw.server.health import Event, Health, step
 from llmgw.server.targets import target
 
@@ -33,14 +35,12 @@ class Place:
     health: Health
     slot: EndpointSlot
     index: int = -1  # in the snapshot; -1 = gone
-    inflight: int = 0
-    prefill_tokens: int = 0
-    decode_tokens: int = 0
     alive: float | None = None  # when it last gave a token or a good answer
     key: str = ""  # its API key
-    targets: dict[str, Target] = attrs.field(factory=dict)  # by the model's name as asked
+    targets: dict[tuple[str, str], Target] = attrs.field(factory=dict)  # by the model's name as asked and as served
     configured: Endpoint | None = None  # as its source told it, before the probe learned more
     changed: Callable[[], None] | None = None  # wakes its probe
+    progress: float | None = None  # what its metrics page said of its own progress last
 
 
 class Fleet:
@@ -55,6 +55,7 @@ class Fleet:
         failures: int = 3,
         policies: Mapping[str, ModelPolicy] = MappingProxyType({}),
         read_key: Callable[[str], str] = lambda _: "",
+        router: Router,
     ) -> None:
         """*failures*: see `health.step`. *policies*: by model; their aliases become aliases of every endpoint's model.
         *read_key*: what `Endpoint.auth` refers to; raises OSError."""
@@ -64,12 +65,11 @@ class Fleet:
         self._failures = failures
         self._policies = policies
         self._read_key = read_key
+        self.router = router
         self._sources: dict[str, tuple[Endpoint, ...]] = {}
         self.places: dict[str, Place] = {}
         self.revision = 0
         self._endpoints: tuple[Endpoint, ...] = ()
-        self._views: list[EndpointView] = []
-        self._old: set[int] = set()  # indexes of views that are not current
         self._order: list[Place] = []
         self.models: dict[str, str] = {}  # every name that a request may use → the model that it means
         self.on_failed_probe: Callable[[Place], None] = lambda _: None
@@ -93,13 +93,13 @@ class Fleet:
                 place.index = -1
                 if place.changed:
                     place.changed()
-                self._log.event("endpoint_gone", endpoint=place.endpoint.name, inflight=place.inflight)
+                self._log.event("endpoint_gone", endpoint=place.endpoint.name, inflight=self.inflight(place))
         self.places = kept
         self._metrics.keep_endpoints(place.endpoint.name for place in kept.values())
         for place in kept.values():
             place.slot = self._metrics.endpoint(place.endpoint.name)
             place.slot.state = place.health.state
-            place.slot.inflight = place.inflight
+            place.slot.inflight = self.inflight(place)
         self._renew()
 
     def _keep(self, endpoint: Endpoint) -> Place:
@@ -161,8 +161,9 @@ class Fleet:
         self._endpoints = tuple(p.endpoint for p in self._order)
         for index, place in enumerate(self._order):
             place.index = index
-        self._views = [self._view(p) for p in self._order]
-        self._old.clear()
+        self.router.replace(self._endpoints, self._clock())
+        for place in self._order:
+            self._tell(place)
         self.models = {}
         for endpoint in self._endpoints:
             for model in endpoint.models:
@@ -204,70 +205,53 @@ class Fleet:
             **fields,
         )
         self.revision += 1
-        self._touch(place)
+        self._tell(place)
         if place.changed and before.serving and not place.health.serving:
             place.changed()  # ask at once whether it is back
 
     # -- what they have of ours ----------------------------------------------------------------------------------
 
-    def take(self, place: Place, prefill: int, decode: int) -> None:
-        """One more request, with so many tokens expected of it."""
-        place.inflight += 1
-        place.prefill_tokens += prefill
-        place.decode_tokens += decode
-        place.slot.inflight = place.inflight
+    def sent(
+        self, place: Place, leg: int, request: InferenceRequest, decision: Decision, *, again: bool = False
+    ) -> None:
+        """*request* goes there, as *decision* says. *again*: an attempt of it failed before."""
+        self.router.sent(leg, request, decision, self._clock(), again=again)
         place.slot.requests += 1
-        self._touch(place)
+        place.slot.inflight = self.inflight(place)
 
-    def change(self, place: Place, prefill: int, decode: int) -> None:
-        """Its expected tokens change by so many."""
-        place.prefill_tokens += prefill
-        place.decode_tokens += decode
-        self._touch(place)
+    def ended(self, place: Place, leg: int, outcome: Outcome | None = None) -> None:
+        """*leg* is over. *outcome*: of its request; None: another attempt follows."""
+        self.router.ended(leg, self._clock(), outcome)
+        place.slot.inflight = self.inflight(place)
 
-    def release(self, place: Place, prefill: int, decode: int) -> None:
-        """One request less; what is left of its expected tokens goes with it."""
-        place.inflight -= 1
-        place.prefill_tokens -= prefill
-        place.decode_tokens -= decode
-        place.slot.inflight = place.inflight
-        self._touch(place)
+    def inflight(self, place: Place) -> int:
+        return self.router.ledger.counts(place.endpoint.id)[0]
 
-    def target(self, place: Place, asked: str) -> Target:
-        """Where a request that asks for *asked* goes, with the model's name that this endpoint knows."""
-        found = place.targets.get(asked)
+    def target(self, place: Place, asked: str, model: str) -> Target:
+        """Where a request that asks for *asked* and is served as *model* goes, with the name that this endpoint knows."""
+        found = place.targets.get((asked, model))
         if found is None:
-            known = asked
-            for model in place.endpoint.models:
-                if asked in model.aliases:
-                    known = model.name
+            known = "" if not asked else _known(place.endpoint, asked) or _known(place.endpoint, model) or model
             found = target(place.endpoint, place.key, known if known != asked else "")
             if asked in self.models:  # else a client could fill the memory with names
-                place.targets[asked] = found
+                place.targets[asked, model] = found
         return found
 
     # -- what decisions see --------------------------------------------------------------------------------------
 
-    def _view(self, place: Place) -> EndpointView:
-        return EndpointView(
-            health=place.health.state,
-            since=place.health.since,
-            inflight=place.inflight,
-            prefill_tokens=place.prefill_tokens,
-            decode_tokens=place.decode_tokens,
-        )
-
-    def _touch(self, place: Place) -> None:
-        if place.index >= 0:
-            self._old.add(place.index)
-
-    def snapshot(self) -> Snapshot:
-        """As of now."""
-        for index in self._old:
-            self._views[index] = self._view(self._order[index])
-        self._old.clear()
-        return Snapshot(self.revision, self._endpoints, tuple(self._views))
+    def _tell(self, place: Place) -> None:
+        self.router.ledger.health(place.endpoint.id, place.health.state, place.health.since)
 
     def serving(self) -> Iterable[Place]:
         """Those that may get requests."""
         return (p for p in self._order if p.health.serving)
+
+
+def _known(endpoint: Endpoint, name: str) -> str:
+    """What *endpoint* calls the model that clients call *name*; "" = it has none."""
+    for model in endpoint.models:
+        if name == model.name or name in model.loras:
+            return name
+        if name in model.aliases:
+            return model.name
+    return ""

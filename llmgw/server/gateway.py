@@ -31,6 +31,7 @@ from llmgw.net.client import Client
 from llmgw.net.doors import Door
 from llmgw.net.relay import Relay
 from llmgw.net.world import Unix, World, parse_address
+from llmgw.routing.router import Router
 from llmgw.server.admin import Admin
 from llmgw.server.brain import Brain
 from llmgw.server.fleet import Fleet
@@ -61,6 +62,7 @@ class Gateway:
             failures=config.probe.failures,
             policies=config.models,
             read_key=_read_key,
+            router=Router(world.rng.random, 0.0, config.routing.profiles),
         )
         _check_keys(config)
         self.brain = Brain(config, self.fleet, self.metrics, self.log, clock, created=world.wall())

@@ -132,7 +132,7 @@ def test_a_new_engine_is_not_flooded() -> None:
     [
         ({"model": "other"}, [(endpoint("a"), ready())], "no_endpoint", "model", "No endpoint serves 'other'"),
         ({"lora": "x"}, [(endpoint("a"), ready())], "no_endpoint", "model", "No endpoint serves"),
-        ({"phases": ("encode",)}, [(endpoint("a"), ready())], "no_endpoint", "model", "for encode"),
+        ({"phases": ("encode",)}, [(endpoint("a"), ready())], "no_endpoint", "phases", "does encode"),
         ({}, [(endpoint("a"), ready(health="joining"))], "none_healthy", "healthy", "None of the 1 endpoints"),
         ({}, [(endpoint("a"), ready(health="draining"))], "none_healthy", "healthy", "ctl endpoints"),
         ({"tried": {"a#1"}}, [(endpoint("a"), ready())], "no_endpoint", "tried", "were tried"),

@@ -51,13 +51,14 @@ def test_counters_are_the_sum_of_what_is_open(steps: list[tuple[str, int, str]])
             model[leg], where[leg] = [100 + leg, 50, 0], name
         elif what == "first":
             book.first(leg, now)
-            if leg in model:
-                model[leg][0] = 0
-                model[leg][2] = max(model[leg][2], 1)
+            if leg in model and not model[leg][2]:
+                model[leg] = [0, model[leg][1] - 1, 1]
         elif what == "progress":
             book.progress(leg, 10 * leg, now)
             if leg in model:
-                had = max(model[leg][2], 1)
+                if not model[leg][2]:
+                    model[leg] = [0, model[leg][1] - 1, 1]
+                had = model[leg][2]
                 model[leg] = [0, max(0, model[leg][1] - max(0, 10 * leg - had)), max(had, 10 * leg)]
         elif what == "close":
             assert book.close(leg) == (model.pop(leg, None) is not None)

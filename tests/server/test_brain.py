@@ -167,13 +167,12 @@ def test_a_refused_connection_goes_to_another_endpoint_and_ejects_this_one() -> 
     second = one.brain.retry(first.id, REFUSED)
     assert isinstance(second, Lease)
     assert (second.target.name, second.attempt) == ("b", 2)
-    assert (one.place("a").inflight, one.place("b").inflight) == (0, 1)
-    assert (one.place("a").prefill_tokens, one.place("b").prefill_tokens) == (0, 50)
+    assert (one.counts("a")[:2], one.counts("b")[:2]) == ((0, 0), (1, 50))
     assert one.place("a").health.state == "quarantined"
     outcome = one.settle(second, first=101.0)
     assert outcome.attempts == 2
     assert outcome.endpoints == {"prefill": second.target.endpoint, "decode": second.target.endpoint}
-    assert one.place("b").inflight == 0
+    assert one.counts("b")[0] == 0
     last = refusal(one.brain.retry(one.lease().id, REFUSED), "connect_failed")
     assert last.message == "Endpoint b cannot be connected to."
 
@@ -251,7 +250,7 @@ def test_one_request_one_line_one_count() -> None:
     assert "served" not in line
     one.settle(lease)  # a mover's mistake
     assert len(one.logged()) == 1
-    assert one.place("a").inflight == 0
+    assert one.counts("a")[0] == 0
     assert one.metrics.bugs == 1
     assert "not open" in one.logged("bug")[0]["message"]
     refusal(one.brain.retry(lease.id, REFUSED), "internal")
@@ -288,18 +287,18 @@ def test_what_an_end_says_about_the_endpoint(outcome: dict[str, Any], state: str
 def test_progress_moves_expectations() -> None:
     one = bench("a=http://a:1=m")
     one.ready()
-    lease = one.lease(prompt_tokens=1000, max_tokens=100, n=2)
+    lease = one.lease(prompt_tokens=1000, max_tokens=100, n=2, stream=True)
     place = one.place("a")
-    assert (place.prefill_tokens, place.decode_tokens) == (1000, 200)
+    assert one.counts("a") == (1, 1000, 200)
     one.brain.progress(lease.id, 1)
-    assert (place.prefill_tokens, place.decode_tokens) == (0, 199)
+    assert one.counts("a") == (1, 0, 199)
     one.brain.progress(lease.id, 150)
-    assert place.decode_tokens == 50
+    assert one.counts("a") == (1, 0, 50)
     one.brain.progress(lease.id, 900)
-    assert place.decode_tokens == 0
+    assert one.counts("a") == (1, 0, 0)
     assert place.alive == 100.0
     one.settle(lease)
-    assert (place.inflight, place.prefill_tokens, place.decode_tokens) == (0, 0, 0)
+    assert one.counts("a") == (0, 0, 0)
     one.brain.progress(lease.id, 5)  # too late: nothing
 
 
@@ -420,7 +419,7 @@ def test_everything_is_given_back(steps: list[tuple[str, int]]) -> None:
     assert not hooks.open
     assert one.brain.inflight == 0
     for place in (*everywhere.values(), *one.fleet.places.values()):
-        assert (place.inflight, place.prefill_tokens, place.decode_tokens) == (0, 0, 0)
+        assert one.fleet.router.ledger.counts(place.endpoint.id) == (0, 0, 0)
 
 
 def test_admission_is_quick() -> None:
@@ -433,3 +432,111 @@ def test_admission_is_quick() -> None:
     for _ in range(500):
         one.settle(one.lease(), first=101.0, last=102.0, accepted=100.0)
     assert (time.process_time() - before) / 500 < 1e-3
+
+
+# -- routing -------------------------------------------------------------------------------------------------------
+
+
+def blocks(text: str) -> tuple[int, ...]:
+    start = sum(text.encode()) * 1000
+    return tuple(range(start, start + 40))
+
+
+def test_a_prompt_goes_where_its_beginning_is() -> None:
+    one = bench(*TWO, text="routing: {profile: auto}\n")
+    one.ready()
+    one.clock[0] += 60.0
+    first = one.lease(prompt_tokens=5000, blocks=blocks("a"), stream=True)
+    one.brain.progress(first.id, 1)
+    names = set()
+    for _ in range(5):
+        lease = one.lease(prompt_tokens=5000, blocks=blocks("a"), stream=True)
+        names.add(lease.target.name)
+        one.brain.progress(lease.id, 1)
+        one.settle(lease, first=one.clock[0])
+    assert names == {first.target.name}
+
+
+def test_an_attempt_that_never_computed_leaves_nothing_in_the_index() -> None:
+    one = bench(*TWO, text="routing: {profile: auto}\n")
+    one.ready()
+    lease = one.lease(prompt_tokens=5000, blocks=blocks("a"), stream=True)
+    one.settle(lease, 499, "client_gone")
+    assert one.fleet.router.affinity.estimated.match(blocks("a")) == {}
+
+
+def test_an_unknown_profile_names_the_known_ones() -> None:
+    one = bench(*TWO)
+    one.ready()
+    found = refusal(one.admit(profile="fastest"), "unknown_profile")
+    assert "auto, batch, chat, least-load, long-context" in found.message
+    assert found.param == "x-llmgw-profile"
+
+
+def test_a_session_stays_where_it_is_and_moves_once() -> None:
+    one = bench(*TWO, text="routing: {profile: chat}\n")
+    one.ready()
+    one.clock[0] += 60.0
+    home = one.lease(session="s", prompt_tokens=500).target.name
+    assert {one.lease(session="s", prompt_tokens=500).target.name for _ in range(4)} == {home}
+    other = {"a": "b", "b": "a"}[home]
+    one.fleet.happened(one.place(home), "connect_failed")
+    assert one.lease(session="s", prompt_tokens=500).target.name == other
+    one.fleet.happened(one.place(home), "probe_ok")
+    one.clock[0] += 60.0
+    assert {one.lease(session="s", prompt_tokens=500).target.name for _ in range(4)} == {other}
+
+
+def test_a_canary_gets_its_share_of_sessions() -> None:
+    one = bench("a=http://a:1=m", "b=http://b:1=next", text="models: {m: {canary: {next: 0.2}}}\n")
+    one.ready()
+    side = {s: one.lease(session=s).target for s in map(str, range(300))}
+    moved = [s for s, target in side.items() if target.name == "b"]
+    assert 30 <= len(moved) <= 90
+    assert all(side[s].model == "next" for s in moved)
+    assert all(one.lease(session=s).target.name == "b" for s in moved)
+
+
+def test_a_fallback_serves_while_the_model_cannot() -> None:
+    one = bench("a=http://a:1=m", "b=http://b:1=small", text="models: {m: {fallback: [absent, small]}}\n")
+    one.ready("b")
+    target = one.lease().target
+    assert (target.name, target.model) == ("b", "small")
+    one.ready("a")
+    assert (one.lease().target.name, one.lease().target.model) == ("a", "")
+    one.fleet.happened(one.place("a"), "connect_failed")
+    one.fleet.happened(one.place("b"), "connect_failed")
+    assert "endpoints of 'm' is healthy" in refusal(one.admit(), "none_healthy").message
+
+
+def test_a_decision_is_kept_with_what_came_true() -> None:
+    one = bench(*TWO, text="routing: {profile: auto}\n")
+    one.ready()
+    lease = one.lease(prompt_tokens=700, stream=True)
+    second = one.brain.retry(lease.id, REFUSED)
+    assert isinstance(second, Lease)
+    one.settle(second, first=100.5, completion_tokens=9, cached_tokens=64)
+    kept = one.fleet.router.recent.get("r")
+    assert kept is not None
+    assert [d.endpoint.name for d in kept.decisions] == [lease.target.name, second.target.name]
+    assert kept.outcome is not None
+    assert kept.outcome.cached_tokens == 64
+
+
+def test_a_client_s_fault_never_ejects() -> None:
+    one = bench("a=http://a:1=m", text="routing: {profile: auto}\n")
+    one.ready()
+    for _ in range(50):
+        one.settle(one.lease(), 400, "", first=one.clock[0], upstream_status=400)
+    assert one.place("a").health.state == "ready"
+
+
+def test_a_reload_keeps_what_an_endpoint_has() -> None:
+    one = bench(*TWO)
+    one.ready()
+    for _ in range(4):
+        one.lease(prompt_tokens=100)
+    everyone = tuple(p.endpoint for p in one.fleet.places.values())
+    one.fleet.replace("static", everyone[:1])
+    one.fleet.replace("static", everyone)
+    assert (one.counts("a")[0], one.counts("b")[0]) == (2, 2)

@@ -57,7 +57,7 @@ async def running(gateway: Gateway) -> AsyncIterator[httpx2.AsyncClient]:
 @pytest.mark.parametrize("driver", ["pump", "tasks"])
 async def test_it_serves_and_accounts(driver: str) -> None:
     async with engine(dict(PAGES)) as one, engine(dict(PAGES)) as two:
-        gateway, lines = made(one.url, two.url, text=f"driver: {driver}\n")
+        gateway, lines = made(one.url, two.url, text=f"driver: {driver}\nrouting: {{profile: round-robin}}\n")
         async with running(gateway) as client:
             for _ in range(4):
                 answer = await client.post("/v1/chat/completions", json=CHAT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from typing import Any
 
 import attrs
@@ -12,6 +13,7 @@ from llmgw.hooks import Hooks
 from llmgw.logs import Log
 from llmgw.metrics import Metrics
 from llmgw.request import Head, InferenceRequest, Lease, Outcome
+from llmgw.routing.router import Router
 from llmgw.server.brain import Brain
 from llmgw.server.fleet import Fleet, Place
 
@@ -47,6 +49,10 @@ class Bench:
     def place(self, name: str) -> Place:
         return next(p for p in self.fleet.places.values() if p.endpoint.name == name)
 
+    def counts(self, name: str) -> tuple[int, int, int]:
+        """Requests, prompt tokens and answer tokens that the ledger has for *name*."""
+        return self.fleet.router.ledger.counts(self.place(name).endpoint.id)
+
     def ready(self, *names: str) -> None:
         for place in self.fleet.places.values():
             if not names or place.endpoint.name in names:
@@ -76,11 +82,14 @@ class Bench:
 
 def bench(*endpoints: str, text: str = "", hooks: Hooks | None = None, **known: Any) -> Bench:
     """*endpoints*: as after ``--endpoint``. *text*: more of the configuration file."""
+    if "routing:" not in text:
+        text += "\nrouting: {profile: round-robin}\n"
     server = config.with_flags(config.parse("version: 1\n" + text), endpoints=endpoints)
     clock = [100.0]
     metrics, lines = Metrics(), Lines()
     log = Log(lines, lambda: 1e9)
-    fleet = Fleet(metrics, log, lambda: clock[0], policies=server.models, **known)
+    router = Router(random.Random(0).random, clock[0], server.routing.profiles)
+    fleet = Fleet(metrics, log, lambda: clock[0], policies=server.models, router=router, **known)
     brain = Brain(server, fleet, metrics, log, lambda: clock[0], created=1e9, hooks=hooks)
     fleet.replace("static", tuple(e.endpoint() for e in server.endpoints))
     return Bench(brain, fleet, metrics, log, lines, clock)

@@ -16,6 +16,11 @@ class Best:
     name = "best"
 
     def pick(self, costs: Sequence[float], field: Field, random: Callable[[], float]) -> int:
-        limit = min(costs) + EQUAL
-        equals = [at for at, cost in enumerate(costs) if cost <= limit]
+        equals = cheapest(costs)
         return equals[0] if len(equals) == 1 else equals[int(random() * len(equals))]
+
+
+def cheapest(costs: Sequence[float]) -> list[int]:
+    """Positions of those that cost no more than the cheapest."""
+    limit = min(costs) + EQUAL
+    return [at for at, cost in enumerate(costs) if cost <= limit]

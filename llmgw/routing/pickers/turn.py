@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from llmgw.routing.field import Field
+from llmgw.routing.pickers.best import cheapest
 
 CURSORS = 4096  # models that are remembered; beyond it all begin anew, which costs fairness for a moment
 
 
 class Turn:
-    """One after the other, whatever they cost: round robin, with a cursor for each model."""
+    """One of the cheapest after the other: round robin, with a cursor for each model."""
 
     api = 1
     name = "turn"
@@ -23,4 +24,5 @@ class Turn:
             self._cursors.clear()
         turn = self._cursors.get(field.query.model, 0)
         self._cursors[field.query.model] = turn + 1
-        return turn % len(costs)
+        equals = cheapest(costs)
+        return equals[turn % len(equals)]

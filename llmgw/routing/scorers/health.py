@@ -27,6 +27,6 @@ class Health:
             view = field.views[at]
             if view.health != "ready":
                 found[at] = self.degraded
-            if view.since > young:
+            if self.ramp and view.since > young:
                 found[at] += view.inflight * (view.since - young) / self.ramp
         return found
