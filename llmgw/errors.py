@@ -3,7 +3,9 @@
     LlmgwError
     ├── ConfigError      what the operator wrote cannot be used; carries every problem found, exit code 2
     ├── Refused          a request ends with a reason of the closed set (llmgw.reasons); becomes an HTTP answer
-    └── Unavailable      something outside (engine, store, server) cannot be reached or does not answer
+    ├── Unavailable      something outside (engine, store, server) cannot be reached or does not answer
+    ├── StoreError       closed set in llmgw.stores.base: compacted, lease lost, not leader, …
+    └── Denied, JoinFailed  a machine does not become or remain a node; codes in llmgw.pki.issue
 
 Data that decides travels as values (`llmgw.request.Refusal`), not as exceptions; `Refused` is for the
 places where a call stack is in the way, and is caught at one boundary: the request handler.

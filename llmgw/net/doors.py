@@ -43,7 +43,7 @@ MAX_CONNECTIONS = 4_096  # 2 per node at 1,000 nodes, twice; ~50 KiB each with T
 MAX_HEAD = 64 << 10  # bytes of request line and headers, as on the client port
 CLOCK_STEP = 30.0  # seconds between looks at the wall clock, which may be set while a connection lives
 OUT_OF_HANDLES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
-COMPLAIN_EVERY = 10.0  # seconds between log lines while the process has no file handles left
+COMPLAIN_EVERY = 10.0  # seconds between log lines while no connection can be taken
 
 Kind = Literal["admin", "cluster"]
 Scope = dict[str, Any]
@@ -167,18 +167,23 @@ class Door:
                     continue
                 if error.errno not in OUT_OF_HANDLES:
                     raise
-                now = trio.current_time()
-                if now - self._complained >= COMPLAIN_EVERY:
-                    self._complained = now
-                    log.error("%s port cannot accept: %s; raise the limit of open files", self.kind, error.strerror)
+                self._complain(f"cannot accept: {error.strerror}; raise the limit of open files")
                 await trio.sleep(0.1)
                 continue
             if len(self._connections) >= MAX_CONNECTIONS:
+                self._complain(f"has {MAX_CONNECTIONS} connections and refuses more")
                 sock.close()
                 continue
             connection = _Connection(sock)
             self._connections.add(connection)
             handlers.start_soon(self._serve, connection)
+
+    def _complain(self, what: str) -> None:
+        """One line for a flood of the same."""
+        now = trio.current_time()
+        if now - self._complained >= COMPLAIN_EVERY:
+            self._complained = now
+            log.error("%s port %s", self.kind, what)
 
     async def _serve(self, connection: _Connection) -> None:
         try:

@@ -11,6 +11,7 @@ cut as soon as the store says so, on every server.
 
 from __future__ import annotations
 
+import logging
 import socket
 import ssl
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from llmgw.errors import Unavailable
+from llmgw.errors import ConfigError, Unavailable
 from llmgw.net.doors import Door, Peer
 from llmgw.net.tls import Reloadable, server_context
 from llmgw.net.world import World
@@ -36,6 +37,8 @@ from llmgw.pki.join import Certificates, JoinBody, RenewBody
 from llmgw.stores.base import Compacted, Store
 
 T = TypeVar("T")
+
+log = logging.getLogger("llmgw.cluster")
 
 MAX_BODY = 64 << 10  # bytes of a join or a renewal: a signing request and a few words
 LOOK_SECONDS = 3_600.0  # between looks at the server's own certificate, which lives 30 days
@@ -101,7 +104,10 @@ class Cluster:
     async def _look_after_certificate(self) -> None:
         while True:
             await trio.sleep(LOOK_SECONDS)
-            self._tls.reload()
+            try:
+                self._tls.reload()
+            except (ConfigError, OSError) as error:
+                log.error("cluster port keeps its old certificate: %s", error)
 
     async def _follow(self, position: int) -> None:
         while True:

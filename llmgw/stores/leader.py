@@ -48,7 +48,9 @@ REVOKE_SECONDS = 2.0
 
 @attrs.frozen
 class Fenced:
-    """The store of a leader: its writes happen only while its term lasts, else they raise NotLeader.
+    """The store of a leader: its transactions write only while its term lasts, else they raise NotLeader.
+
+    Leases and compaction are not fenced: they put no value anywhere.
 
     A transaction may write in its success branch only: the other one is taken when the fence does not hold, too.
     """

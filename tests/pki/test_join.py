@@ -339,8 +339,11 @@ async def test_revoking_nobody(site: Site) -> None:
         await revoke(site.store, "gpu-9", time.time())
 
 
-def test_every_code_has_a_status() -> None:
+def test_every_code_has_a_status_and_stands_in_the_documentation() -> None:
     assert set(STATUS) == set(CODES)
+    page = (Path(__file__).parents[2] / "docs" / "identity.md").read_text()
+    for code, status in STATUS.items():
+        assert f"| `{code}` | {status} |" in page
 
 
 def test_ca_init_replaces_nothing(tmp_path: Path) -> None:

@@ -227,8 +227,8 @@ async def main():
             n = int(sys.argv[2])
             while True:
                 n += 1
-                await put(store, f"/{worker}", str(n).encode())
                 await put(store, f"/{worker}/{n % 50}", bytes(2000))
+                await put(store, f"/{worker}", str(n).encode())
                 sys.stdout.write(f"{worker} {n}\\n")
                 sys.stdout.flush()
         async with trio.open_nursery() as nursery:
