@@ -111,6 +111,11 @@ class _Tls:
         self._trio.close()  # no close_notify: the answer's own framing said that it was whole
 
 
+def _server_name(host: str) -> str:
+    """The name or address in a Host header, as a certificate has it: no port, no brackets."""
+    return host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+
+
 def _stale(sock: socket.socket) -> bool:
     try:
         sock.recv(1, socket.MSG_PEEK)
@@ -240,7 +245,7 @@ class Client:
         try:
             if self._context is None:
                 self._context = client_context(now=self._world.wall())
-            return _Tls(sock, self._context, target.host.rpartition(":")[0] or target.host)
+            return _Tls(sock, self._context, _server_name(target.host))
         except BaseException:
             sock.close()
             raise

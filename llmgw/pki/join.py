@@ -149,7 +149,7 @@ def _untrusted(error: BaseException, server: Tcp) -> str:
     why = cause.verify_message if cause is not None else str(error)
     return (
         f"the certificate of the server at {server} does not hold: {why.rstrip('.')}. Nothing secret was sent. "
-        "Use an address that the server's certificate names (--cluster-name on the server), and check both clocks"
+        "Use an address that the server's certificate names, and check both clocks"
     )
 
 

@@ -179,7 +179,7 @@ class _NodesOnly:
         if peer.node or path == "/join" or path.startswith("/join/"):
             await self._app(scope, receive, send)
         else:
-            message = "this needs a node's certificate; join first: llmgw agent join"
+            message = "this needs a node's certificate: join this machine first"
             await _error(401, "no_certificate", message)(scope, receive, send)
 
 

@@ -87,12 +87,12 @@ async def who(request: Request) -> Response:  # noqa: ASYNC124
 
 
 @asynccontextmanager
-async def open_site(folder: Path, identity: Identity | None = None) -> AsyncIterator[Site]:
+async def open_site(folder: Path, identity: Identity | None = None, host: str = "127.0.0.1") -> AsyncIterator[Site]:
     identity = identity or init_authority(folder / "pki", folder / "root.key", time.time())
     world, store = World(), MemoryStore()
-    cluster = Cluster(world, store, identity, ["127.0.0.1"], [Route("/agent/v1/who", who)])
-    sockets = await world.listen(Tcp("127.0.0.1", 0))
-    address = Tcp("127.0.0.1", sockets[0].getsockname()[1])
+    cluster = Cluster(world, store, identity, [host], [Route("/agent/v1/who", who)])
+    sockets = await world.listen(Tcp(host, 0))
+    address = Tcp(host, sockets[0].getsockname()[1])
     async with trio.open_nursery() as nursery:
         await nursery.start(cluster.run, sockets)
         yield Site(folder, store, identity, cluster, address)
@@ -126,6 +126,17 @@ async def test_from_token_to_renewal_to_revocation(site: Site) -> None:
             await site.get(context)
     with pytest.raises(Unavailable):
         await renew(site.world, site.address, folder)
+
+
+async def test_by_an_ipv6_address(tmp_path: Path) -> None:
+    try:
+        for sock in await RealWorld().listen(Tcp("::1", 0)):
+            sock.close()
+    except OSError:
+        pytest.skip("no IPv6 here")
+    async with open_site(tmp_path, host="::1") as site:
+        folder = await site.join(await site.token(), "gpu-1")
+        assert await site.get(member_context(folder, time.time())) == (200, "gpu-1")
 
 
 async def test_revocation_cuts_a_living_connection_within_a_second(site: Site) -> None:
