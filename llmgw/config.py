@@ -36,6 +36,7 @@ from llmgw.request import Limits, Phase
 from llmgw.routing.profiles import DEFAULT as DEFAULT_PROFILE
 from llmgw.routing.profiles import profiles
 from llmgw.routing.report import Reader, kinds
+from llmgw.schema import Check, a_name, key, not_empty, not_negative, positive
 from llmgw.units import Duration, Size, format_duration, format_size, parse_address, parse_duration, parse_size
 
 VERSION = 1
@@ -46,7 +47,6 @@ HeaderNames = tuple[str, ...]
 EngineKind = Literal["auto", "vllm", "sglang", "llama-server", "tgi", "trtllm", "sim"]
 Driver = Literal["pump", "tasks"]
 
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
 NEVER_FORWARDED = frozenset(
@@ -74,32 +74,7 @@ NEVER_FORWARDED = frozenset(
 NEVER_FORWARDED_PREFIXES = ("x-forwarded-", "x-override-", "x-smg-", "x-llmgw-")
 
 
-Check = Callable[[Any], str | None]
-"""What is wrong with a value of the right type, or None."""
-
-
-def key(meaning: str, default: Any = attrs.NOTHING, *, check: Check | None = None) -> Any:
-    """A key of the file."""
-    return attrs.field(default=default, metadata={"meaning": meaning, "check": check})
-
-
 # -- checks --------------------------------------------------------------------------------------------------------
-
-
-def positive(value: float) -> str | None:
-    return None if value > 0 else "must be more than 0"
-
-
-def not_negative(value: float) -> str | None:
-    return None if value >= 0 else "must not be negative"
-
-
-def a_name(value: str) -> str | None:
-    return None if NAME.fullmatch(value) else f"{value!r} is not a name: letters, digits, . _ - (63 at most)"
-
-
-def not_empty(value: Sequence[object]) -> str | None:
-    return None if value else "must not be empty"
 
 
 def an_address(value: str) -> str | None:

@@ -19,8 +19,8 @@ from typing import Any, Literal
 
 import attrs
 
-from llmgw.config import Check, a_name, key, not_negative, positive
 from llmgw.errors import Problem
+from llmgw.schema import Check, a_name, key, not_negative, positive
 from llmgw.simengine.text import FIRST_OTHER, FIRST_WORD
 from llmgw.units import Duration
 

@@ -11,9 +11,10 @@ from typing import Any, Literal
 
 import attrs
 
-from llmgw.config import Document, a_name, key, not_negative, positive
+from llmgw.config import Document
 from llmgw.errors import ConfigError, Problem
 from llmgw.request import Phase
+from llmgw.schema import a_name, key, not_negative, positive
 from llmgw.simengine.options import FAILURES, Options
 from llmgw.units import Duration
 

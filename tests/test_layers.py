@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "llmgw"
 
-NOUNS = {"request", "reasons", "errors", "endpoint", "hooks", "plugins", "units"}
+NOUNS = {"request", "reasons", "errors", "endpoint", "hooks", "plugins", "units", "schema"}
 PURE = {
     "openai",
     "kvcache",

@@ -16,10 +16,11 @@ from typing import Literal
 import attrs
 
 from llmgw.agent.rdma import FabricRule
-from llmgw.config import Document, a_name, key
+from llmgw.config import Document
 from llmgw.engines import ENGINES
 from llmgw.engines.base import PORT_BLOCK
 from llmgw.errors import ConfigError, Problem
+from llmgw.schema import a_name, key
 from llmgw.units import Duration, Size
 
 STATE = "/var/lib/llmgw"

@@ -13,6 +13,7 @@ from llmgw.placement.inventory import GIB, Check, EngineInstall, Host, Inventory
 from llmgw.placement.snapshot import Cordon, Exclusion, Node, Snapshot
 from llmgw.placement.solver import constraints, plan
 from llmgw.placement.verdict import Finding, Record, Row
+from llmgw.units import Size
 from tests.placement.clusters import (
     A100,
     H100,
@@ -203,7 +204,7 @@ def test_weights_that_are_absent() -> None:
     record = decide(FITS, bare, node("b", count=0))
     assert found_at(record, "a") == {"weights.missing"}
     assert record.rows[0].verdicts["memory"].ok is True, "another node knows"
-    assert decide(demand("q", Shape(tp=4, vram=60 * GIB)), bare).rows[0].verdicts["memory"].ok is True, "declared"
+    assert decide(demand("q", Shape(tp=4, vram=Size(60 * GIB))), bare).rows[0].verdicts["memory"].ok is True, "declared"
 
 
 def found_at(record: Record, name: str) -> set[str]:
