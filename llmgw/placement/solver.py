@@ -66,14 +66,21 @@ def rankers() -> tuple[Ranker, ...]:
 def plan(snapshot: Snapshot, pending: Iterable[Pending]) -> list[Record]:
     """A record for each of *pending*, in the order in which they were decided."""
     world = World(snapshot)
-    records = []
+    records: list[Record] = []
+    hopeless: dict[int, Record] = {}  # by demand: the world only gets fuller, so asking again would say the same
     for one in sorted(pending, key=_precedence):
+        before = hopeless.get(id(one.demand))
+        if before is not None:
+            records.append(msgspec.structs.replace(before, replica=one.replica))
+            continue
         record = decide(world, one)
         if record.assignment is not None:
             world.hold(held(record.assignment, one, snapshot.at))
         elif one.demand.preemption == "lower":
             found = preemption(snapshot_with(world), one, record, lambda s, p: decide(World(s), p))
             record = msgspec.structs.replace(record, preemption=found)
+        if record.assignment is None:
+            hopeless[id(one.demand)] = record
         records.append(record)
     return records
 
