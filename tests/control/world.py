@@ -161,7 +161,7 @@ class Sim:
         self.started = self.now
         self.term = 1
         self.seen: dict[str, Seen] = {}
-        self.confirmed: dict[str, str] = {}
+        self.confirmed: dict[tuple[str, str, str], str] = {}
         self.rng = random.Random(7)
         self.inflight: dict[str, int] = {}
         self.events: list[Event] = []
@@ -184,11 +184,11 @@ class Sim:
             return None
         for name, agent in self.agents.items():
             if agent.connected:
-                sync = agent.sync(self.confirmed.get(name, ""))
+                sync = agent.sync(self.confirmed.get((name, agent.boot, agent.life), ""))
                 found = accept(self.seen, sync, agent.address, self.now, self.settings)
                 assert isinstance(found, Seen), found
                 self.seen[name] = found
-                self.confirmed[name] = digest(found.observed) if found.observed else ""
+                self.confirmed[name, agent.boot, agent.life] = digest(found.observed) if found.observed else ""
         clock = Clock(now=self.now, wall=self.wall, started=self.started)
         result = step(self.cluster, self.specs, self.seen, clock, self.rng, self.settings, inflight=self.inflight)
         self.cluster = result.cluster
