@@ -123,6 +123,8 @@ class Node:
     # -- the ground of replicas --------------------------------------------------------------------------------------
 
     async def check(self, desired: Desired) -> Refusal | None:
+        while self.checking:  # the first round of preflight: it has an end
+            await self.changed.wait()
         await self.preflight.try_weights([*self.wanted, *self._weights_of(desired)])
         await self.look()
         scopes = {f"engine:{desired.engine}", f"weights:{desired.weights}", *(f"gpu:{uuid}" for uuid in desired.gpus)}

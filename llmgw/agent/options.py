@@ -6,10 +6,13 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
 import click
+
+if TYPE_CHECKING:
+    from llmgw.net.world import Tcp
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -68,7 +71,33 @@ def run(
             known = ", ".join(settings.programs())
             raise ConfigError([Problem(f"engine {engine!r} is not on this node; there are: {known}", "--engine")])
         return trio.run(report.preflight, settings, engine or "", weights, as_json)
-    raise ConfigError([Problem("nothing to do: give --server, --discover or --preflight")])
+    if not servers:
+        raise ConfigError([Problem("nothing to do: give --server, --discover or --preflight")])
+    from llmgw.agent.agent import serve
+
+    trio.run(serve, settings, addresses(servers), read_token(join_token_file))
+    return 0
+
+
+def addresses(texts: tuple[str, ...]) -> tuple[Tcp, ...]:
+    """HOST:PORT of each server. Raises ConfigError with every one that is none."""
+    from llmgw.errors import ConfigError, Problem
+    from llmgw.net.world import Tcp, parse_address
+
+    found, problems = [], []
+    for text in texts:
+        try:
+            address = parse_address(text)
+        except ConfigError as error:
+            problems += error.problems
+            continue
+        if isinstance(address, Tcp) and address.host:
+            found.append(address)
+        else:
+            problems.append(Problem(f"{text!r} is not HOST:PORT of a server's cluster port", "--server"))
+    if problems:
+        raise ConfigError(problems)
+    return tuple(found)
 
 
 def read_token(file: str | None) -> str:
@@ -77,5 +106,10 @@ def read_token(file: str | None) -> str:
     if file == "-":
         return sys.stdin.read().strip()
     if file:
-        return Path(file).read_text(encoding="ascii").strip()
+        try:
+            return Path(file).read_text(encoding="ascii").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            from llmgw.errors import ConfigError, Problem
+
+            raise ConfigError([Problem(f"the join token cannot be read: {error}", "--join-token-file")]) from error
     return os.environ.get(TOKEN_VARIABLE, "").strip()

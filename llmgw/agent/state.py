@@ -22,6 +22,7 @@ import msgspec
 
 from llmgw.agent.account import Account
 from llmgw.control.observed import Desired
+from llmgw.engines.base import Launch
 from llmgw.errors import ConfigError, Problem
 from llmgw.pki.files import write_atomic
 
@@ -35,8 +36,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
     version: int = VERSION
     desired: Desired
+    launch: Launch  # with the replica's key
     start_id: str  # random; also in the engine's environment
-    key: str
     boot_id: str
     pid: int | None = None
     start_time: int = 0  # field 22 of /proc/PID/stat, clock ticks since boot

@@ -140,7 +140,7 @@ class Supervisor:
         self._tell(machine.InputsChanged())
 
     def leave(self) -> None:
-        """The agent goes; what runs stays."""
+        """From now on cancelling `run` leaves what runs as it is."""
         self._leaving = True
 
     def ports(self) -> frozenset[int]:
@@ -268,20 +268,9 @@ class Supervisor:
         if life is None:
             self._log(f"replica {self.desired.replica}: its engine ended while the agent was away")
             return
-        try:
-            launch = self._ground.launch(self.desired, record.key)
-        except ConfigError:  # its engine or weights are not known any more; it runs all the same
-            launch = self._bare(record)
         self._log(f"replica {self.desired.replica}: adopted pid {life.record.pid}")
         self._advance(machine.Adopted(record.ready))
-        self._begin(life, launch)
-
-    def _bare(self, record: Record) -> Launch:
-        desired = self.desired
-        return Launch(
-            program=(desired.engine,), model=desired.weights, names=(desired.model,), host="127.0.0.1",
-            first_port=desired.ports.base, folder="", key=record.key, phases=frozenset(desired.phases),
-        )  # fmt: skip
+        self._begin(life, record.launch)
 
     async def _start(self) -> None:
         """Ends in a life, or in `Ended` with the reason; or is cancelled by `_end`, which then sees what there is."""
@@ -300,21 +289,20 @@ class Supervisor:
             await self._send.send(machine.Ended(failure_of(cause, message, at=now), retry))
 
         try:
-            key = secrets.token_urlsafe(KEY_BYTES)
             problems = self._engine.check(desired.flags, desired.env, f"model {desired.model}")
             if problems:
                 raise ConfigError(problems)
             refusal = await self._ground.check(desired)
             if refusal is not None:
                 return await refuse(refusal.row, refusal.message, refusal.retry)
-            launch = self._ground.launch(desired, key)
+            launch = self._ground.launch(desired, secrets.token_urlsafe(KEY_BYTES))
             if blocked := self._host.port_taken(launch.host, desired.ports.base, desired.ports.count):
                 return await refuse("NET-1", blocked, "backoff")
             command = self._engine.command(launch)
             record = Record(
                 desired=desired,
+                launch=launch,
                 start_id=secrets.token_hex(8),
-                key=key,
                 boot_id=self._ground.boot_id(),
                 started=now,
             )

@@ -28,6 +28,8 @@ import threading
 import time
 
 mode = sys.argv[1]
+if "--help" in sys.argv:
+    sys.exit(0)
 arguments = dict(zip(sys.argv[2::2], sys.argv[3::2], strict=False))
 host, _, port = arguments["--listen"].rpartition(":")
 key = os.environ.get("LLMGW_SIM_API_KEY", "")

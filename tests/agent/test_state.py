@@ -11,10 +11,12 @@ from llmgw.agent.account import account
 from llmgw.agent.enginelog import LINE_LIMIT, EngineLog, Novelty, clean
 from llmgw.agent.state import Record, State
 from llmgw.control.observed import Desired, Ports
+from llmgw.engines.base import Launch
 from llmgw.errors import ConfigError
 
 DESIRED = Desired(replica="r", model="m", epoch=3, generation=1, engine="sim", weights="w", ports=Ports(20000))
-RECORD = Record(desired=DESIRED, start_id="s", key="secret-key", boot_id="b", pid=1)
+LAUNCH = Launch(program=("x",), model="m", names=("m",), host="h", first_port=1, folder="f", key="secret-key")
+RECORD = Record(desired=DESIRED, launch=LAUNCH, start_id="s", boot_id="b", pid=1)
 
 
 def opened(path: Path) -> State:
