@@ -129,6 +129,7 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
     param: str | None = None
     retry_after: float | None = None  # seconds; None = the reason's own default
     filter: str = ""  # for no_endpoint: which filter emptied the set
+    status: int | None = None  # an engine's own 4xx in place of the reason's: the request is at fault, not the engine
 
 
 class Page(msgspec.Struct, frozen=True, kw_only=True):
@@ -230,4 +231,13 @@ class Mover(Protocol):
 
     def abandon(self, lease: int, refusal: Refusal) -> None:
         """End what runs under *lease* with this answer (hung engine, preemption). Unknown leases have ended already."""
+        ...
+
+
+class LegMover(Mover, Protocol):
+    """A mover that also serves the last leg of pipelines."""
+
+    def recall(self, lease: int, failure: Failure) -> bool:
+        """The attempt of *lease* is of no use any more. Unless a byte has gone to the client, it ends as if its engine had
+        failed so: `retry` follows before this returns. False: nothing can be undone."""
         ...

@@ -591,6 +591,13 @@ class Exchange:
         else:
             self._show(answer)
 
+    def recall(self, failure: Failure) -> bool:
+        """The attempt is of no use any more: another one, unless the client has got something of it."""
+        if self._state not in (DIALLING, SENT, RELAYING) or self._sent_any:
+            return False
+        self._failed(failure, failure.reason)
+        return True
+
     def abandon(self, refusal: Refusal) -> None:
         """The brain or the drain ends this request, wherever it stands."""
         if self._state in (IDLE, LINGERING, CLOSED):
@@ -1077,8 +1084,9 @@ class Exchange:
         if reason.status == 401:
             lines.append(("www-authenticate", "Bearer"))
         body = errors.error_body(refusal, anthropic=self._anthropic())
-        if self._answer(reason.status, lines, body):
-            self._settle(reason.status, refusal.reason, detail or refusal.message)
+        status = refusal.status or reason.status
+        if self._answer(status, lines, body):
+            self._settle(status, refusal.reason, detail or refusal.message)
             self._answered()
 
     def _show(self, page: Page) -> None:

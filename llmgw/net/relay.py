@@ -29,7 +29,7 @@ from llmgw.net.tasks import Tasks
 from llmgw.net.timers import Timers
 from llmgw.net.world import World, nodelay, parse_address
 from llmgw.openai import peek
-from llmgw.request import Brain, InferenceRequest, Lease, Mover, Page, Refusal, Target
+from llmgw.request import Brain, Failure, InferenceRequest, Lease, LegMover, Page, Refusal, Target
 
 if TYPE_CHECKING:
     from llmgw.config import ClientLimits, Listener
@@ -73,7 +73,7 @@ class Legs(Protocol):
         request: InferenceRequest,
         head: http1.RequestHead,
         body: bytes | bytearray,
-        mover: Mover,
+        mover: LegMover,
     ) -> None:
         """Start; `mover.granted(ticket, …)` follows, at once or later."""
         ...
@@ -201,6 +201,13 @@ class Relay:
                 self._now()
                 exchange.abandon(refusal)
                 return
+
+    def recall(self, lease: int, failure: Failure) -> bool:
+        for exchange in tuple(self._exchanges):
+            if exchange.lease is not None and exchange.lease.id == lease:
+                self._now()
+                return exchange.recall(failure)
+        return False
 
     # -- the exchanges' host ----------------------------------------------------------------------------------------------
 

@@ -43,10 +43,12 @@ def error_body(refusal: Refusal, *, anthropic: bool = False) -> bytes:
     reason = reasons.get(refusal.reason)
     filtered = f", filter {refusal.filter}" if refusal.filter else ""
     message = f"{refusal.message} ({reason.stage}: {reason.code}{filtered})"
+    status = refusal.status or reason.status
     if anthropic:
-        kind = ANTHROPIC_TYPES.get(reason.status) or ("api_error" if reason.status >= 500 else "invalid_request_error")
+        kind = ANTHROPIC_TYPES.get(status) or ("api_error" if status >= 500 else "invalid_request_error")
         return _encode({"type": "error", "error": {"type": kind, "message": message}})
-    return _encode({"error": {"message": message, "type": reason.type, "param": refusal.param, "code": reason.code}})
+    kind = reasons.BAD if refusal.status is not None and status < 500 else reason.type
+    return _encode({"error": {"message": message, "type": kind, "param": refusal.param, "code": reason.code}})
 
 
 def error_event(refusal: Refusal, *, anthropic: bool = False) -> bytes:

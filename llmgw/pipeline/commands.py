@@ -145,14 +145,13 @@ class Media(msgspec.Struct, frozen=True):
 
 
 class Relayed(msgspec.Struct, frozen=True, kw_only=True):
-    """The client has an answer, whole or broken: the pipeline ends here.
+    """The client has an answer, whole or broken: the pipeline ends here. *status* is what it saw.
 
-    *status* is what the client saw; *beside* are the replies of the calls that were in flight with it.
+    *beside*: answers of the calls that were in flight with it, as far as they came.
     """
 
     status: int
-    endpoint: str = ""
-    beside: tuple[Answer | Failed, ...] = ()
+    beside: tuple[Answer, ...] = ()
 
 
 class Declined(msgspec.Struct, frozen=True):

@@ -70,7 +70,9 @@ class PairDecision(msgspec.Struct, frozen=True, kw_only=True):
     cached_prefill: int = 0  # tokens of the prompt that each side is believed to have
     cached_decode: int = 0
     avoided: tuple[tuple[str, str], ...] = ()  # degraded links among those that were compared
-    legs: tuple[Decision, ...] = ()  # the decisions that the costs come from: prefill, decode, one endpoint
+    legs: tuple[Decision, ...] = ()  # by which it was made: prefill, decode (the chosen ones of the pair), one endpoint
+    decode_leg: Decision  # as the ledger takes it: phases of what the decode endpoint does
+    prefill_leg: Decision | None = None
 
 
 class _Pair(msgspec.Struct, frozen=True, gc=False):
@@ -133,7 +135,9 @@ def choose(
         )
     if local is not None and min(local.costs) <= best.cost:
         return _local(local, "one endpoint is quicker", best.cost, legs)
-    source, target = _endpoint(prefill, best.prefill), _endpoint(decode, best.decode)
+    prefill, decode = _at(prefill, best.prefill, matched), _at(decode, best.decode, matched)
+    legs = (prefill, decode, *legs[2:])
+    source, target = prefill.endpoint, decode.endpoint
     if source.id == target.id and local is not None:
         return _local(local, "the same endpoint is best for both", best.cost, legs)
     return PairDecision(
@@ -149,6 +153,8 @@ def choose(
         cached_decode=matched.get(target.id, 0),
         avoided=avoided,
         legs=legs,
+        decode_leg=decode,
+        prefill_leg=prefill,
     )
 
 
@@ -198,6 +204,13 @@ def _by_fabric(decision: Decision, keep: str) -> dict[str, list[int]]:
     return found
 
 
+def _at(decision: Decision, position: int, matched: Mapping[str, int]) -> Decision:
+    """*decision* with another one of its candidates chosen."""
+    endpoint = _endpoint(decision, position)
+    cached = min(max(0, decision.prompt_tokens - 1), matched.get(endpoint.id, 0))
+    return msgspec.structs.replace(decision, endpoint=endpoint, chosen=position, cached_tokens=cached)
+
+
 def _endpoint(decision: Decision, position: int) -> Endpoint:
     return decision.endpoints[decision.candidates[position]]
 
@@ -218,4 +231,5 @@ def _local(local: Decision, why: str, pair_cost: float | None, legs: tuple[Decis
         local_cost=local.costs[local.chosen],
         cached_decode=local.cached_tokens,
         legs=legs,
+        decode_leg=msgspec.structs.replace(local, phases=("prefill", "decode")),
     )

@@ -52,7 +52,7 @@ def client_format(path: str) -> Format:
 # Reading and writing
 
 
-def parse(raw: bytes) -> Body:
+def parse(raw: bytes | bytearray) -> Body:
     """The JSON object in *raw*, with long data URIs as `msgspec.Raw`. Raises Refused(bad_json)."""
     blobs: list[memoryview] = []
     text: bytes | bytearray = raw
@@ -75,13 +75,14 @@ def encode(body: Body) -> bytes:
     return msgspec.json.encode(body)
 
 
-def _take_blobs(raw: bytes) -> tuple[bytes | bytearray, list[memoryview], bytes]:
+def _take_blobs(raw: bytes | bytearray) -> tuple[bytes | bytearray, list[memoryview], bytes]:
     """*raw* with every long data URI replaced by a short one, and the literals taken out.
 
     A quote that no backslash precedes begins or ends a string, and `data:` cannot follow the end of one, so what is
     found is a string's beginning. Literals with an escape or outside ASCII stay where they are.
     """
     view = memoryview(raw)
+    ascii_only = raw.isascii()
     found: list[tuple[int, int]] = []
     at = raw.find(b'"data:')
     while at >= 0:
@@ -92,7 +93,7 @@ def _take_blobs(raw: bytes) -> tuple[bytes | bytearray, list[memoryview], bytes]
             end - at >= BLOB
             and raw[at - 1 : at] != b"\\"
             and raw.find(b"\\", at, end) < 0
-            and bytes(view[at:end]).isascii()
+            and (ascii_only or bytes(view[at:end]).isascii())
         ):
             found.append((at, end + 1))
         at = raw.find(b'"data:', end)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import attrs
 
@@ -36,12 +37,17 @@ from llmgw.request import (
     Phase,
     Principal,
     Refusal,
+    Several,
+    Wait,
 )
 from llmgw.routing.decision import Decision
 from llmgw.routing.policy import canary
 from llmgw.server.fleet import Fleet, Place
 from llmgw.server.health import Event
 from llmgw.server.retries import Poison, RetryBudget
+
+if TYPE_CHECKING:
+    from llmgw.server.pipeline import Job, Pipelines
 
 HUNG = 60.0
 """Seconds without any sign of life (a token of any request, a probe that was answered) after which an engine is given
@@ -94,6 +100,7 @@ class Brain:
         self.hooks: Hooks = hooks or Anonymous()
         self.draining = False
         self.movers: Sequence[Mover] = ()
+        self.pipelines: Pipelines | None = None
         self._config = config
         self._metrics = metrics
         self._log = log
@@ -127,10 +134,10 @@ class Brain:
 
     # -- in ------------------------------------------------------------------------------------------------------
 
-    def admit(self, request: InferenceRequest) -> Lease | Refusal | Page:
+    def admit(self, request: InferenceRequest) -> Lease | Several | Refusal | Page:
         """identify → model → reserve → decide."""
         route = request.head.route
-        if not route.startswith("/v1/"):
+        if not route.startswith(("/v1/", "/inference/")):
             return self._health_page(route)
         principal = self.hooks.identify(request.head)
         if isinstance(principal, Refusal):
@@ -150,6 +157,10 @@ class Brain:
         if isinstance(reservation, Refusal):
             return reservation
         self._budget.request(self._clock())
+        if self.pipelines is not None:
+            several = self.pipelines.admit(request, model, principal, reservation)
+            if several is not None:
+                return several
         decision = self._decide(request, model, ())
         if isinstance(decision, Refusal):
             self._give_back(reservation, request, principal, decision)
@@ -176,8 +187,8 @@ class Brain:
         """The model that *asked* means."""
         models = self.fleet.models
         found = models.get(asked)
-        if found is not None:
-            return found
+        if found is not None or (self.pipelines is not None and self.pipelines.gateway_only()):
+            return found or asked  # a gateway knows its models itself
         if not asked:
             known = set(models.values())
             if len(known) == 1:
@@ -272,7 +283,11 @@ class Brain:
     @property
     def ready(self) -> bool:
         """Whether an endpoint can serve, and requests are let in."""
-        return not self.draining and any(True for _ in self.fleet.serving())
+        if self.draining:
+            return False
+        if self.pipelines is not None and self.pipelines.gateway_only():
+            return self.pipelines.gateway_alive
+        return any(True for _ in self.fleet.serving())
 
     def _health_page(self, route: str) -> Page:
         """`/health`, `/healthz`: this process lives. `/readyz`: send it requests."""
@@ -290,8 +305,10 @@ class Brain:
 
     # -- meanwhile -----------------------------------------------------------------------------------------------
 
-    def retry(self, lease: int, failure: Failure) -> Lease | Refusal:
+    def retry(self, lease: int, failure: Failure) -> Lease | Wait | Refusal:
         """The attempt of *lease* failed before the client saw anything."""
+        if self.pipelines is not None and self.pipelines.owns(lease):
+            return Wait(self.pipelines.retry(lease, failure))
         entry = self._entries.get(lease)
         now = self._clock()
         if entry is None or entry.lease.id != lease:
@@ -366,6 +383,9 @@ class Brain:
 
     def progress(self, lease: int, tokens: int) -> None:
         """The engine gave tokens: its prompt is done, and it lives."""
+        if self.pipelines is not None and self.pipelines.owns(lease):
+            self.hooks.progress(self.pipelines.progress(lease, tokens).reservation, tokens)
+            return
         entry = self._entries.get(lease)
         if entry is None:
             return
@@ -396,13 +416,16 @@ class Brain:
     # -- out -----------------------------------------------------------------------------------------------------
 
     def withdraw(self, ticket: int, outcome: Outcome) -> None:
-        """Nothing waits yet, so nothing but the outcome is to be accounted."""
-        self.settle(None, outcome)
+        """Only pipelines wait; of all else nothing but the outcome is to be accounted."""
+        self.settle(ticket if self.pipelines is not None and self.pipelines.owns(ticket) else None, outcome)
 
     def settle(self, lease: int | None, outcome: Outcome) -> None:
         """It has ended."""
         if lease is None:
             self._finish(outcome, outcome.model, "")
+            return
+        if self.pipelines is not None and self.pipelines.owns(lease):
+            self._ended(self.pipelines.ended(lease, outcome), outcome)
             return
         entry = self._entries.get(lease)
         if entry is None:
@@ -423,6 +446,31 @@ class Brain:
         finally:
             self._finish(outcome, entry.model, place.endpoint.name)
 
+    def _ended(self, job: Job, outcome: Outcome) -> None:
+        """A pipeline's request has ended."""
+        outcome.principal, outcome.flow = job.principal.name, job.principal.flow
+        outcome.band, outcome.profile = job.request.band, job.request.profile
+        outcome.served = job.model
+        if job.place is not None:
+            self._judge(job.place, outcome)
+        try:
+            self.hooks.settle(job.reservation, outcome)
+        finally:
+            self._finish(outcome, job.model, job.place.endpoint.name if job.place is not None else "")
+
+    def give_back(self, job: Job, refusal: Refusal) -> None:
+        """A pipeline's request ends without any lease."""
+        self._give_back(job.reservation, job.request, job.principal, refusal)
+
+    def next_id(self) -> int:
+        """A number for a ticket or a lease."""
+        return next(self._ids)
+
+    def limits(self, model: str) -> Limits:
+        """Time limits of a leg that serves *model*."""
+        shared = self._models.get(model)
+        return shared.limits if shared is not None else self._config.limits_of(model)
+
     def _judge(self, place: Place, outcome: Outcome) -> None:
         """What the end says about the endpoint. Failures before the first byte were judged by `retry`."""
         if outcome.first is None:
@@ -436,7 +484,9 @@ class Brain:
 
     def _finish(self, outcome: Outcome, model: str, endpoint: str) -> None:
         self._metrics.settled(outcome, self.fleet.models.get(model, model))
-        if outcome.route.startswith("/v1/") or outcome.reason:  # health checks would drown everything else
+        if (
+            outcome.route.startswith(("/v1/", "/inference/")) or outcome.reason
+        ):  # health checks would drown everything else
             self._log.request(outcome, endpoint)
 
     def _bug(self, what: str, request_id: str = "") -> Refusal:

@@ -29,12 +29,14 @@ from llmgw.logs import Handler, Log
 from llmgw.metrics import Metrics
 from llmgw.net.client import Client
 from llmgw.net.doors import Door
+from llmgw.net.media import MediaClient
 from llmgw.net.relay import Relay
 from llmgw.net.world import Unix, World, parse_address
 from llmgw.routing.router import Router
 from llmgw.server.admin import Admin
 from llmgw.server.brain import Brain
 from llmgw.server.fleet import Fleet
+from llmgw.server.pipeline import Pipelines
 from llmgw.server.probes import Prober
 
 RESERVE = 256  # descriptors that clients never get: log, admin port, store, probes, and what libraries open
@@ -67,6 +69,12 @@ class Gateway:
         _check_keys(config)
         self.brain = Brain(config, self.fleet, self.metrics, self.log, clock, created=world.wall())
         self.client = Client(world)
+        self.media = MediaClient(world)
+        self.pipelines: Pipelines | None = None
+        if config.pipelines:
+            self.pipelines = self.brain.pipelines = Pipelines(
+                config, self.fleet, self.client, self.media, self.log, clock, world.rng, self.brain
+            )
         self._prober = Prober(self.fleet, self.client, config.probe, world.rng)
         self._admin = Admin(self.brain, self.metrics, clock)
         limits = attrs.evolve(config.limits, connections=_connections(config))
@@ -79,6 +87,7 @@ class Gateway:
                 driver=config.driver,
                 gaps=lambda model: self.metrics.itl(model).observe,
                 bug=self._bug,
+                several=self.pipelines,
             )
             for listener in config.listeners
         ]
@@ -115,6 +124,9 @@ class Gateway:
                 doors = [Door(self._app(), kind="admin", world=self._world) for _ in sockets["admin"]]
                 for door, socks in zip(doors, sockets["admin"], strict=True):
                     await services.start(door.run, socks)
+                if self.pipelines is not None:
+                    await services.start(self.media.run)
+                    await services.start(self.pipelines.run)
                 async with trio.open_nursery() as clients:
                     clients.start_soon(self._force_later, clients.cancel_scope)
                     async with trio.open_nursery() as relays:

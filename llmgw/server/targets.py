@@ -21,14 +21,23 @@ def target(endpoint: Endpoint, key: str = "", model: str = "") -> Target:
             headers=headers,
             model=model,
         )
-    parts = urlsplit(endpoint.url)
+    return _at(endpoint.url, endpoint.id, endpoint.name, headers, model)
+
+
+def service_target(address: str) -> Target:
+    """A service that is no endpoint (a tokeniser, a gateway of others) at http(s)://HOST[:PORT][/prefix]."""
+    return _at(address, f"service {address}", address, (), "")
+
+
+def _at(url: str, identity: str, name: str, headers: tuple[tuple[str, str], ...], model: str) -> Target:
+    parts = urlsplit(url)
     tls = parts.scheme == "https"
     port = parts.port or (443 if tls else 80)
     where = Tcp(parts.hostname or "", port)
     usual = port == (443 if tls else 80)
     return Target(
-        endpoint=endpoint.id,
-        name=endpoint.name,
+        endpoint=identity,
+        name=name,
         address=f"tcp:{where}",
         host=str(where).rpartition(":")[0] if usual else str(where),
         path=parts.path.rstrip("/"),

@@ -10,7 +10,7 @@ from typing import ClassVar
 import attrs
 
 from llmgw.pipeline import params
-from llmgw.pipeline.commands import Answer, Call, Choose, Chosen, Command, Failed, Note, Relay, Relayed, Reply
+from llmgw.pipeline.commands import Call, Choose, Chosen, Command, Failed, Note, Relay, Relayed, Reply
 from llmgw.pipeline.context import Context
 from llmgw.pipeline.legs import decode_body
 from llmgw.pipeline.step import KV_CONNECTORS, Again, Done, KvConnector, LegFailed, Work, retryable
@@ -53,8 +53,7 @@ class Decode:
             reply = yield Relay(call=call, beside=ctx.beside, hold_5xx=another_pair)
             if isinstance(reply, Relayed):
                 for answer in reply.beside:
-                    if isinstance(answer, Answer):
-                        ctx.note_usage(answer.body)
+                    ctx.note_usage(answer.body)
                 return Done(reply.status)
             assert isinstance(reply, Failed)
             blocks_wait = not reply.started and not ctx.beside

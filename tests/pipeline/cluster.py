@@ -1,0 +1,109 @@
+"""A whole small cluster in one trio program: simulated engines, the real server in front of them, clients."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import attrs
+import trio
+
+from llmgw import config
+from llmgw.net.world import RealWorld
+from llmgw.server.gateway import Gateway
+from llmgw.simengine.options import Options
+from llmgw.simengine.server import Engine
+from tests.server.worlds import Lines
+from tests.simengine.client import Client
+
+CHAT = "/v1/chat/completions"
+LONG = {"model": "m", "messages": [{"role": "user", "content": "word " * 320}], "max_tokens": 6}
+RATES = {"prefill_tps": 1000.0, "decode_tps": 100.0}
+
+
+@attrs.define(eq=False)
+class Cluster:
+    """*engines* by the names that the server knows them by."""
+
+    gateway: Gateway
+    lines: Lines
+    engines: dict[str, Engine]
+    clients: list[Client] = attrs.Factory(list)
+
+    def client(self, address: str = "") -> Client:
+        made = Client(RealWorld(2), address or self.gateway.addresses[0])
+        self.clients.append(made)
+        return made
+
+    def logged(self, event: str = "") -> list[dict[str, Any]]:
+        self.gateway.log._write(b"")
+        found = [json.loads(line) for line in self.lines.data.splitlines()]
+        return [line for line in found if (line.get("event", "") if event else line["kind"]) == (event or "request")]
+
+    async def page(self, name: str) -> bytes:
+        return (await self.client(self.engines[name].addresses[0]).get("/metrics")).body
+
+    def quiet(self) -> None:
+        """Nothing is left of any request."""
+        pipelines = self.gateway.pipelines
+        assert pipelines is not None
+        assert pipelines._jobs == {}
+        for place in self.gateway.fleet.places.values():
+            assert self.gateway.fleet.router.ledger.counts(place.endpoint.id) == (0, 0, 0), place.endpoint.name
+        for links in pipelines._links.values():
+            assert links._transfers == {}
+        assert self.gateway.brain.inflight == 0
+        assert self.gateway.metrics.bugs == 0, self.lines.data.decode()
+
+
+@asynccontextmanager
+async def cluster(
+    pipeline: str, engines: dict[str, dict[str, Any]], *, extra: str = "", tail: str = ""
+) -> AsyncIterator[Cluster]:
+    """*pipeline*: YAML of its keys. *engines*: options by name; `fabric`, `bootstrap` are the server's. *tail*: more of the file."""
+    async with trio.open_nursery() as nursery:
+        world = RealWorld(1)
+        made: dict[str, Engine] = {}
+        places = []
+        for name, options in engines.items():
+            fabric = options.pop("fabric", "")
+            engine = Engine(
+                Options(**{"listen": ("127.0.0.1:0",), "model": "m", "seed": 3, **RATES, **options}),
+                world,
+                lambda _: None,
+            )
+            await nursery.start(lambda task_status, engine=engine: engine.serve(task_status=task_status))
+            made[name] = engine
+            places.append(
+                {
+                    "name": name,
+                    "url": f"http://{engine.addresses[0]}",
+                    "models": ["m"],
+                    "phases": list(engine.options.phases),
+                    "fabrics": [fabric] if fabric else [],
+                    "bootstrap": engine.addresses[0],
+                    "engine": "sim",
+                }
+            )
+        text = (
+            "version: 1\n"
+            + f"listeners: [{{address: '127.0.0.1:0'}}]\nadmin: {{addresses: ['127.0.0.1:0']}}\n{tail}\n"
+            + f"endpoints: {json.dumps(places)}\npipeline: p\npipelines:\n  p:\n"
+            + "".join(f"    {line}\n" for line in pipeline.strip().splitlines())
+        )
+        lines = Lines()
+        gateway = Gateway(config.parse(text), world, lines)
+        await nursery.start(gateway.run)
+        if places:
+            with trio.fail_after(20):
+                await gateway.wait_serving(len(places))
+        found = Cluster(gateway, lines, made)
+        try:
+            yield found
+        finally:
+            for client in found.clients:
+                client.close()
+            gateway.close()
+            nursery.cancel_scope.cancel()
