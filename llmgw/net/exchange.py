@@ -188,7 +188,7 @@ class Exchange:
 
     __slots__ = (
         "_advancing", "_answer_head", "_body", "_body_from", "_body_have", "_buffer", "_chunked", "_client", "_close_after",
-        "_decoder", "_filter", "_gap", "_head", "_held", "_inbuf", "_last", "_lease", "_left", "_meter", "_next_progress",
+        "_decoder", "_filter", "_gap", "_head", "_held", "_inbuf", "_known", "_last", "_lease", "_left", "_meter", "_next_progress",
         "_open", "_outcome", "_peek", "_peer", "_reading", "_request_id", "_reused", "_route", "_scanned", "_sent_any",
         "_sse", "_state", "_ticket", "_unsent", "_upbuf", "_upstream", "_want_head", "deadline", "host", "job", "task",
         "timer",
@@ -201,6 +201,7 @@ class Exchange:
         self._state = IDLE
         self._inbuf: bytes | bytearray = b""
         self._scanned = 0
+        self._known: http1.RequestHead | None = None  # this client's last head
         self._close_after = False
         self._advancing = False
         self._upstream: Channel | None = None
@@ -357,11 +358,15 @@ class Exchange:
         self._inbuf = bytes(data[end:])
         self._begin()
         host = self.host
-        try:
-            head = host.read_request(raw)
-        except http1.Malformed as error:
-            self._refuse(Refusal(reason=error.reason, message=error.message), close=True)
-            return True
+        known = self._known
+        if known is not None and known.again(raw):
+            head = known
+        else:
+            try:
+                head = self._known = host.read_request(raw)
+            except http1.Malformed as error:
+                self._refuse(Refusal(reason=error.reason, message=error.message), close=True)
+                return True
         self._head = head
         if not head.keep_alive or host.draining:
             self._close_after = True

@@ -100,8 +100,12 @@ class _Sink:
 class RequestHead:
     """One request's head. *length*: of the body in bytes, -1 = chunked. *values*: the fields of READ_ONCE, by lower name."""
 
-    __slots__ = ("fields", "forward", "http10", "keep_alive", "length", "method", "path", "values")
+    __slots__ = (
+        "after", "before", "fields", "forward", "http10", "keep_alive", "length", "method", "path", "values",
+    )  # fmt: skip
 
+    before: bytes  # its bytes up to the value of Content-Length, and …
+    after: bytes  # … behind it; both empty where there is none
     method: str
     path: str
     http10: bool
@@ -115,6 +119,20 @@ class RequestHead:
         """A field's value as text, "" where it is missing; bytes that are not ASCII are escaped."""
         value = self.values.get(name)
         return value.decode("ascii", "backslashreplace") if value else ""
+
+    def again(self, data: bytes) -> bool:
+        """Is *data* this head with another Content-Length, or the same? If so this is that head now.
+
+        The heads that a client sends on one connection mostly differ in nothing else; reading one costs ten times this.
+        """
+        before, after = self.before, self.after
+        if not before or not data.startswith(before) or not data.endswith(after):
+            return False
+        digits = data[len(before) : -len(after)]
+        if not digits.isdigit() or len(digits) > 15:
+            return False
+        self.length = int(digits)
+        return True
 
 
 class RequestReader:
@@ -149,10 +167,10 @@ class RequestReader:
         head = RequestHead()
         head.fields = sink.fields if self._keep else []
         head.values = values = {}
+        head.before = head.after = b""
         lines = b""
-        names = self._names
         for name, value in sink.fields:
-            lower, kinds = names(name)
+            lower, kinds = self._names(name)
             if kinds:
                 if "read" in kinds:
                     if lower in values:
@@ -188,7 +206,12 @@ class RequestReader:
             head.length = -1
         else:
             length = values.get(b"content-length")
-            head.length = 0 if length is None else int(length)  # llhttp let digits through only
+            head.length = 0
+            if length is not None:
+                head.length = int(length)  # llhttp let digits through only
+                at = data.lower().find(b"\r\ncontent-length:") + 17
+                at = data.find(length, at)
+                head.before, head.after = data[:at], data[at + len(length) :]
         return head
 
     def _path(self, url: bytes) -> str:

@@ -211,3 +211,37 @@ def test_extensions_and_trailers_are_bounded() -> None:
         Chunked().feed(b"0\r\n" + b"A: b\r\n" * 5000)
     with pytest.raises(Malformed):
         Chunked().feed(b"1;" + b"x" * 10_000)
+
+
+HEAD_BYTES = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\nAccept: */*\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("other", "length"),
+    [
+        (HEAD_BYTES, 5),
+        (HEAD_BYTES.replace(b": 5", b": 12345"), 12345),
+        (HEAD_BYTES.replace(b": 5", b": 007"), 7),
+        (HEAD_BYTES.replace(b": 5", b": 5, 5"), None),
+        (HEAD_BYTES.replace(b": 5", b": "), None),
+        (HEAD_BYTES.replace(b": 5", b": +5"), None),
+        (HEAD_BYTES.replace(b": 5", b": 5\r\nX: y"), None),
+        (HEAD_BYTES.replace(b": 5", b": 5\r\nContent-Length: 6"), None),
+        (HEAD_BYTES.replace(b": 5", b": 9999999999999999"), None),
+        (HEAD_BYTES.replace(b"Host: a", b"Host: b"), None),
+        (HEAD_BYTES.replace(b"*/*", b"*"), None),
+        (HEAD_BYTES.replace(b"POST", b"PUT"), None),
+    ],
+)
+def test_a_head_is_known_again_only_if_nothing_but_its_length_differs(other: bytes, length: int | None) -> None:
+    head = RequestReader(field_count=64)(HEAD_BYTES)
+    assert head.again(other) is (length is not None)
+    if length is not None:
+        assert head.length == length
+
+
+def test_a_field_that_ends_like_content_length_is_not_taken_for_it() -> None:
+    head = RequestReader(field_count=64)(
+        b"POST /x HTTP/1.1\r\nHost: a\r\nX-Content-Length: 5\r\ncontent-length: 5\r\n\r\n"
+    )
+    assert head.before.endswith(b"X-Content-Length: 5\r\ncontent-length: ")
