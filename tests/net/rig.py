@@ -79,6 +79,11 @@ class Wire:
             data += more
         return data
 
+    async def drained(self) -> None:
+        """Read to the end; raises OSError if that end is a reset."""
+        while await self.sock.recv(65536):
+            pass
+
     async def request(self) -> tuple[bytes, bytes]:
         """Head and body of one request (or response) with a Content-Length or none; (b"", b"") if the peer closes."""
         head = await self.until(b"\r\n\r\n")
