@@ -257,7 +257,11 @@ class Rig:
         sock = socket.socket()
         sock.setblocking(False)
         wire = Wire(sock)
-        await wire.sock.connect(("127.0.0.1", self.port))
+        try:
+            await wire.sock.connect(("127.0.0.1", self.port))
+        except BaseException:
+            wire.close()
+            raise
         return wire
 
     async def ask(self, request: bytes) -> tuple[int, bytes, bytes]:

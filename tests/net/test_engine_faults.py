@@ -51,8 +51,8 @@ def code_of(body: bytes) -> str:
     return str(json.loads(body)["error"]["code"])
 
 
-async def ask_for(r: Rig, **fields: object) -> tuple[int, bytes]:
-    status, _, body = await r.ask(post(**fields))
+async def ask_for(r: Rig) -> tuple[int, bytes]:
+    status, _, body = await r.ask(post())
     await r.settled()
     return status, body
 

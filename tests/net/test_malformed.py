@@ -8,7 +8,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from llmgw.config import ClientLimits
+from llmgw.config import ClientLimits, Size
 from tests.net.rig import DRIVERS, DriverName, Wire, answers, json_answer, post, rig
 
 pytestmark = pytest.mark.parametrize("driver", DRIVERS)
@@ -196,7 +196,7 @@ async def test_slow_head_and_slow_body_end_with_408(driver: DriverName, autojump
 
 
 async def test_body_above_the_limit_is_refused_before_it_is_read(driver: DriverName, autojump_clock: MockClock) -> None:
-    async with rig(driver, answers(json_answer()), limits=ClientLimits(body=1000)) as r:
+    async with rig(driver, answers(json_answer()), limits=ClientLimits(body=Size(1000))) as r:
         status, head, _ = await r.ask(framed(b"Content-Length: 1001", body=b""))
         assert status == 413
         assert b"connection: close" in head
