@@ -8,7 +8,8 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from llmgw.config import ClientLimits, Size
+from llmgw.config import ClientLimits
+from llmgw.units import Size
 from tests.net.rig import DRIVERS, DriverName, Wire, answers, json_answer, post, rig
 
 pytestmark = pytest.mark.parametrize("driver", DRIVERS)
