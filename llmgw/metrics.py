@@ -89,7 +89,16 @@ class ModelSlot:
 class EndpointSlot:
     """All that is counted of one endpoint, by its name: a restart of the engine goes on counting."""
 
-    __slots__ = ("failures", "inflight", "probes_failed", "probes_ok", "requests", "state")
+    __slots__ = (
+        "failures",
+        "inflight",
+        "probes_failed",
+        "probes_ok",
+        "reported",
+        "requests",
+        "scrapes_failed",
+        "state",
+    )
 
     def __init__(self) -> None:
         self.inflight = 0
@@ -97,6 +106,8 @@ class EndpointSlot:
         self.failures = 0
         self.probes_ok = 0
         self.probes_failed = 0
+        self.scrapes_failed = 0
+        self.reported: float | None = None  # when its metrics page was read last
         self.state = "joining"
 
 
@@ -116,6 +127,7 @@ class Metrics(Collector):
         self.disconnects = 0
         self.aborts = 0
         self.bugs = 0
+        self.clock: Callable[[], float] = float  # the loop's time, for ages
         self.gauges: dict[str, tuple[str, Callable[[], float]]] = {}
         self.counters: dict[str, tuple[str, Callable[[], float]]] = {}
 
@@ -242,6 +254,17 @@ class Metrics(Collector):
         yield _one(
             GaugeMetricFamily, "llmgw_endpoint_inflight", "Requests an endpoint has of ours.", inflight, "endpoint"
         )
+        failed = {(n,): s.scrapes_failed for n, s in slots.items()}
+        yield _one(
+            CounterMetricFamily, "llmgw_endpoint_scrapes_failed", "Metrics pages that could not be had.",
+            failed, "endpoint",
+        )  # fmt: skip
+        now = self.clock()
+        ages = {(n,): now - s.reported for n, s in slots.items() if s.reported is not None}
+        yield _one(
+            GaugeMetricFamily, "llmgw_endpoint_report_age_seconds", "Since its metrics page was read last.",
+            ages, "endpoint",
+        )  # fmt: skip
         states = {(n, h): int(s.state == h) for n, s in slots.items() for h in HEALTH}
         yield _one(
             GaugeMetricFamily, "llmgw_endpoint_state", "1 for the state that an endpoint is in.",

@@ -54,6 +54,7 @@ class InferenceRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     blocks: tuple[int, ...] = ()  # chained hashes of the prompt's blocks, oldest first (llmgw.kvcache)
     media: int = 0  # number of images, videos, sounds in the prompt
     lora: str = ""
+    explain: bool = False  # x-llmgw-explain: 1
     accepted: float = 0.0  # when its first byte came
 
 
@@ -93,7 +94,7 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
     limits: Limits = Limits()
     usage: Literal["count", "ask"] = "count"
     attempt: int = 1  # 1 for the first; a retry is a new lease with the next number
-    decision: str = ""  # key of the recorded decision, for explain
+    decision: str = ""  # the decision in one line, where the client asked for it and may see it
     poison: tuple[int, ...] = ()  # digests of bodies of this length that kill engines: a match is a Failure "poison"
     leg: Leg | None = None  # where it is the last of several: what it says instead of the client's own request
 

@@ -47,13 +47,14 @@ class AdminClient:
         """The object at /api/v1/PATH. Raises Unavailable or Failed."""
         return self._ask("GET", path)
 
-    def post(self, *path: str) -> dict[str, Any]:
+    def post(self, *path: str, body: object = None) -> dict[str, Any]:
         """Do something, and what came of it. Raises Unavailable or Failed."""
-        return self._ask("POST", path)
+        return self._ask("POST", path, body)
 
-    def _ask(self, method: str, path: tuple[str, ...]) -> dict[str, Any]:
+    def _ask(self, method: str, path: tuple[str, ...], body: object = None) -> dict[str, Any]:
         try:
-            answer = self._http.request(method, "/api/v1/" + "/".join(quote(part, safe="/") for part in path))
+            url = "/api/v1/" + "/".join(quote(part, safe="/") for part in path)
+            answer = self._http.request(method, url, json=body)
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
             raise Unavailable(
                 f"no answer from the admin port at {self._server}: {error}; does `llmgw server` run there? (--server, LLMGW_SERVER)"

@@ -6,6 +6,7 @@ Exit codes: 0 done · 1 the server cannot be reached, or failed · 2 wrong usage
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, ParamSpec
@@ -15,6 +16,7 @@ import click
 from llmgw.ctl.client import DEFAULT, AdminClient, Failed
 from llmgw.ctl.tables import show
 from llmgw.errors import Unavailable
+from llmgw.routing import explain
 from llmgw.units import format_duration
 
 MISSING = ("unknown_path", "model_not_found")
@@ -73,6 +75,24 @@ def _fetch(server: str, kind: str, name: str | None, plain: bool) -> list[dict[s
     return [found] if name else list(found["items"])
 
 
+COLUMNS = (
+    "NAME", "HEALTH", "SINCE", "INFLIGHT", "AHEAD ms", "PREFILL tok/s", "DECODE tok/s", "KV", "REPORT", "REQUESTS",
+    "FAILURES", "ENGINE", "MODELS", "PHASES", "URL", "WHY",
+)  # fmt: skip
+
+
+def number(value: float | None) -> str:
+    return "?" if value is None else f"{value:.0f}"
+
+
+def share(report: dict[str, Any] | None) -> str:
+    return "?" if report is None or report["kv_usage"] is None else f"{report['kv_usage']:.0%}"
+
+
+def age(report: dict[str, Any] | None) -> str:
+    return "none" if report is None else f"{report['seconds']:.0f}s"
+
+
 def _model_names(endpoint: dict[str, Any]) -> str:
     return ", ".join(m["name"] for m in endpoint["models"])
 
@@ -93,6 +113,11 @@ def endpoints(server: str, name: str | None, plain: bool) -> None:
             e["health"]["state"],
             format_duration(int(e["health"]["seconds"])),
             str(e["inflight"]),
+            number(e["ahead_ms"]),
+            number(e["prefill_rate"]),
+            number(e["decode_rate"]),
+            share(e["report"]),
+            age(e["report"]),
             str(e["requests"]),
             str(e["failures"]),
             e["engine"],
@@ -104,7 +129,7 @@ def endpoints(server: str, name: str | None, plain: bool) -> None:
         for e in found
     ]
     show(
-        ("NAME", "HEALTH", "SINCE", "INFLIGHT", "REQUESTS", "FAILURES", "ENGINE", "MODELS", "PHASES", "URL", "WHY"),
+        COLUMNS,
         rows,
         empty="There are no endpoints: give `llmgw server` some with --endpoint or --config.",
     )
@@ -152,3 +177,83 @@ def drain_endpoint(server: str, name: str, undo: bool, plain: bool) -> None:
         _json(found)
     else:
         click.echo(f"{name} is {found['health']['state']}, with {found['inflight']} requests under way")
+
+
+@ctl.command("explain-route")
+@click.argument("model", required=False)
+@click.option("--request", "file", type=click.File("rb"), help="A client's body; `-` reads standard input.")
+@click.option("--request-id", help="A request that was decided lately: what was predicted, and what came true.")
+@click.option("--session", default="", help="As x-session-id.")
+@click.option("--profile", default="", help="As x-llmgw-profile.")
+@as_json
+@click.pass_obj
+@failing_well
+def explain_route(
+    server: str, model: str | None, file: Any, request_id: str | None, session: str, profile: str, plain: bool
+) -> None:
+    """Where a request for MODEL would go now, and why; nothing is sent. Or why --request-id went where it did."""
+    if (model is None) == (request_id is None):
+        raise click.UsageError("name a MODEL, or a request with --request-id")
+    with AdminClient(server) as client:
+        if request_id is not None:
+            found = client.get("decisions", request_id)
+        else:
+            body: Any = {}
+            if file is not None:
+                try:
+                    body = json.load(file)
+                except ValueError as error:
+                    raise click.UsageError(f"--request is not JSON: {error}") from None
+            asked = {"model": model, "session": session, "profile": profile, "request": body}
+            found = client.post("explain-route", body=asked)
+    if plain:
+        _json(found)
+    else:
+        click.echo(explain.text(found), nl=False)
+
+
+@ctl.command()
+@click.option("--interval", default=1.0, show_default=True, type=click.FloatRange(0.2, 60), help="Seconds.")
+@click.option("--once", is_flag=True, help="One table, then the end.")
+@click.pass_obj
+@failing_well
+def top(server: str, interval: float, once: bool) -> None:
+    """Endpoints and their load, over and over. Ends with Ctrl-C."""
+    with AdminClient(server) as client:
+        while True:
+            rows = [
+                (
+                    e["name"],
+                    e["health"]["state"],
+                    str(e["inflight"]),
+                    str(e["queued"]),
+                    number(e["ahead_ms"]),
+                    str(e["decode_tokens"]),
+                    number(e["prefill_rate"]),
+                    number(e["decode_rate"]),
+                    share(e["report"]),
+                    age(e["report"]),
+                )
+                for e in client.get("endpoints")["items"]
+            ]
+            if not once:
+                click.clear()
+            show(
+                (
+                    "NAME",
+                    "HEALTH",
+                    "INFLIGHT",
+                    "QUEUED",
+                    "AHEAD ms",
+                    "DUE tok",
+                    "PREFILL tok/s",
+                    "DECODE tok/s",
+                    "KV",
+                    "REPORT",
+                ),
+                rows,
+                empty="There are no endpoints.",
+            )
+            if once:
+                return
+            time.sleep(interval)

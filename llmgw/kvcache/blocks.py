@@ -43,7 +43,7 @@ FIRST = (
     "instructions",
 )
 """Fields that the template puts in front of the conversation, in this order."""
-THEN = ("messages", "input", "prompt", "prompt_embeds")
+THEN = ("messages", "input", "prompt", "prompt_embeds", "token_ids")
 """Fields that hold the conversation, or the prompt."""
 FIELDS = (*FIRST, *THEN)
 
@@ -131,6 +131,7 @@ class _Body(msgspec.Struct, gc=False):
     input: msgspec.Raw = msgspec.Raw()
     prompt: msgspec.Raw = msgspec.Raw()
     prompt_embeds: msgspec.Raw = msgspec.Raw()
+    token_ids: msgspec.Raw = msgspec.Raw()
 
 
 _body = msgspec.json.Decoder(_Body)
@@ -145,6 +146,16 @@ def of_body(body: bytes, names: str = "", limit: int = LIMIT) -> tuple[int, ...]
     except (msgspec.MsgspecError, RecursionError):
         return ()
     return blocks({field: raw for field in FIELDS if (raw := getattr(found, field))}, names, limit)
+
+
+def of_spans(
+    body: bytes | bytearray, spans: Iterable[tuple[str, int, int]], names: str = "", limit: int = LIMIT
+) -> tuple[int, ...]:
+    """As `blocks`, from a long body whose top level is known: *spans* are (key, begin and end of its value)."""
+    view = memoryview(body)
+    fields = {key: bytes(view[at : min(end, at + DECODED + 1)]) for key, at, end in spans if key in FIELDS}
+    view.release()
+    return blocks(fields, names, limit)
 
 
 def seed(names: str) -> int:

@@ -32,6 +32,7 @@ from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Protocol
 
 from llmgw import reasons
+from llmgw.kvcache import blocks
 from llmgw.net import http1
 from llmgw.net.channel import SIZE, Channel
 from llmgw.openai import errors, peek, routes
@@ -548,6 +549,11 @@ class Exchange:
         outcome.model = asked.model
         outcome.stream = asked.stream
         outcome.bytes_in = len(self._body)
+        if asked.layout is not None:
+            spans = ((field.key, field.value, field.end) for field in asked.layout.fields)
+            prompt = blocks.of_spans(self._body, spans, asked.model)
+        else:
+            prompt = blocks.of_body(bytes(self._body), asked.model)
         request = InferenceRequest(
             id=self._request_id,
             head=Head(head.path, self._peer, values.get(b"authorization") or values.get(b"x-api-key") or b""),
@@ -560,6 +566,8 @@ class Exchange:
             band=head.text(b"x-llmgw-band"),
             profile=head.text(b"x-llmgw-profile"),
             session=head.text(b"x-session-id"),
+            blocks=prompt,
+            explain=head.text(b"x-llmgw-explain") == "1",
             media=asked.media,
             accepted=outcome.accepted,
         )
@@ -797,6 +805,9 @@ class Exchange:
             self._close_after = True
         if self._close_after:
             lines += b"connection: close\r\n"
+        lease = self._lease
+        if lease is not None and lease.decision:
+            lines += b"x-llmgw-explain: " + lease.decision.encode("latin-1", "replace") + b"\r\n"
         return lines + b"x-request-id: " + self._request_id.encode("ascii") + b"\r\n\r\n"
 
     def _relay(self, data: bytes) -> None:

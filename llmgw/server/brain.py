@@ -40,6 +40,7 @@ from llmgw.request import (
     Several,
     Wait,
 )
+from llmgw.routing import explain
 from llmgw.routing.decision import Decision
 from llmgw.routing.policy import canary
 from llmgw.server.fleet import Fleet, Place
@@ -166,7 +167,7 @@ class Brain:
             self._give_back(reservation, request, principal, decision)
             return decision
         place = self.fleet.places[decision.endpoint.id]
-        lease = self._lease(request, decision.model, place, decision.phases, 1)
+        lease = self._lease(request, decision, place, 1)
         entry = _Entry(
             request,
             principal,
@@ -248,19 +249,20 @@ class Brain:
         )
         return self._decide(request, self._policy(found, request), ())
 
-    def _lease(
-        self, request: InferenceRequest, model: str, place: Place, phases: tuple[Phase, ...], attempt: int
-    ) -> Lease:
+    def _lease(self, request: InferenceRequest, decision: Decision, place: Place, attempt: int) -> Lease:
+        model = decision.model
         shared = self._models[model]
+        shown = request.explain and self._config.routing.explain_header
         return Lease(
             id=next(self._ids),
             request_id=request.id,
             target=self.fleet.target(place, request.model, model),
-            phases=phases,
+            phases=decision.phases,
             limits=shared.limits,
             usage=shared.policy.usage,
             attempt=attempt,
             poison=self._poison.of_length(request.body_bytes, self._clock()),
+            decision=explain.header(decision) if shown else "",
         )
 
     def _give_back(self, reservation: int, request: InferenceRequest, principal: Principal, refusal: Refusal) -> None:
@@ -332,7 +334,7 @@ class Brain:
         entry.model = decision.model
         if entry.place.endpoint.id not in entry.tried:
             entry.tried.append(entry.place.endpoint.id)
-        entry.lease = self._lease(entry.request, entry.model, entry.place, entry.phases, entry.lease.attempt + 1)
+        entry.lease = self._lease(entry.request, decision, entry.place, entry.lease.attempt + 1)
         self.fleet.sent(entry.place, entry.lease.id, entry.request, decision, again=True)
         entry.ids.append(entry.lease.id)
         entry.last = now

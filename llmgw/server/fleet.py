@@ -22,6 +22,7 @@ from llmgw.logs import Level, Log
 from llmgw.metrics import EndpointSlot, Metrics
 from llmgw.request import InferenceRequest, Outcome, Target
 from llmgw.routing.decision import Decision
+from llmgw.routing.report import Reading
 from llmgw.routing.router import Router
 from llmgw.server.health import Event, Health, step
 from llmgw.server.targets import target
@@ -175,6 +176,15 @@ class Fleet:
                     self.models.setdefault(name, model.name)
         for listener in self.listeners:
             listener()
+
+    def learned(self, place: Place, reading: Reading) -> None:
+        """What its metrics page says: its load, and, where its counters rise, that it lives."""
+        self.router.learned(place.endpoint.id, reading)
+        place.slot.reported = reading.report.at
+        if reading.progress is not None:
+            if place.progress is not None and reading.progress > place.progress:
+                place.alive = reading.report.at
+            place.progress = reading.progress
 
     # -- how they are doing --------------------------------------------------------------------------------------
 

@@ -38,6 +38,7 @@ from llmgw.server.brain import Brain
 from llmgw.server.fleet import Fleet
 from llmgw.server.pipeline import Pipelines
 from llmgw.server.probes import Prober
+from llmgw.server.scrapes import Scraper
 
 RESERVE = 256  # descriptors that clients never get: log, admin port, store, probes, and what libraries open
 LINGER = 2.0  # seconds for error events to reach clients
@@ -76,6 +77,7 @@ class Gateway:
                 config, self.fleet, self.client, self.media, self.log, clock, world.rng, self.brain
             )
         self._prober = Prober(self.fleet, self.client, config.probe, world.rng)
+        self._scraper = Scraper(self.fleet, self.client, config.routing.scrape, world.rng)
         self._admin = Admin(self.brain, self.metrics, clock)
         limits = attrs.evolve(config.limits, connections=_connections(config))
         self.relays = [
@@ -99,6 +101,7 @@ class Gateway:
         self._gauges()
 
     def _gauges(self) -> None:
+        self.metrics.clock = trio.current_time
         gauges, counters = self.metrics.gauges, self.metrics.counters
         gauges["llmgw_connections"] = ("Client connections.", lambda: sum(r.connections for r in self.relays))
         gauges["llmgw_inflight"] = ("Requests under way.", lambda: sum(r.inflight for r in self.relays))
@@ -121,6 +124,8 @@ class Gateway:
                 await services.start(self.log.run)
                 self.fleet.replace("static", tuple(e.endpoint() for e in self._config.endpoints))
                 await services.start(self._prober.run)
+                if self._config.routing.scrape.interval:
+                    await services.start(self._scraper.run)
                 doors = [Door(self._app(), kind="admin", world=self._world) for _ in sockets["admin"]]
                 for door, socks in zip(doors, sockets["admin"], strict=True):
                     await services.start(door.run, socks)

@@ -19,6 +19,7 @@ from llmgw.net.client import Answer, Client, Unreachable
 from llmgw.server.fleet import Fleet, Place
 from llmgw.server.health import Event, overlooks, pause
 from llmgw.server.targets import target
+from llmgw.server.watching import each_place
 
 ANSWER = 1 << 20  # bytes: a list of models is a few KiB
 NAMES = 256  # models of one engine that are believed; more is no engine
@@ -46,28 +47,10 @@ class Prober:
         self._client = client
         self._options = options
         self._rng = rng
-        self._changed = trio.Event()
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Probe until cancelled."""
-
-        def changed() -> None:
-            self._changed.set()
-
-        self._fleet.listeners.append(changed)
-        watched: set[Place] = set()
-        try:
-            async with trio.open_nursery() as nursery:
-                task_status.started()
-                while True:
-                    self._changed = trio.Event()
-                    places = set(self._fleet.places.values())
-                    for place in places - watched:
-                        nursery.start_soon(self._watch, place)
-                    watched = places
-                    await self._changed.wait()
-        finally:
-            self._fleet.listeners.remove(changed)
+        await each_place(self._fleet, self._watch, task_status=task_status)
 
     async def _watch(self, place: Place) -> None:
         """Until *place* is gone."""

@@ -79,3 +79,24 @@ async def test_exit_codes(monkeypatch: pytest.MonkeyPatch) -> None:
         wrong = await run("--server", other.url, "models")
         assert wrong.exit_code == 1
         assert "no llmgw admin port" in wrong.stderr
+
+
+async def test_explain_route() -> None:
+    async with server() as url:
+        found = await run("--server", url, "explain-route", "gpt")
+        assert found.exit_code == 0, found.output
+        assert "profile" in found.stdout.splitlines()[0]
+        assert "ENDPOINT" in found.stdout
+        plain = json.loads((await run("--server", url, "explain-route", "gpt", "--json", "--profile", "chat")).stdout)
+        assert (plain["kind"], plain["profile"], plain["winner"]) == ("decision", "chat", "a")
+        nobody = await run("--server", url, "explain-route", "m")
+        assert "nobody can serve it (no_endpoint)" in nobody.stdout
+        assert (await run("--server", url, "explain-route")).exit_code == 2
+        assert (await run("--server", url, "explain-route", "--request-id", "zzz")).exit_code == 3
+
+
+async def test_top_shows_the_load_once() -> None:
+    async with server() as url:
+        found = await run("--server", url, "top", "--once")
+        assert found.exit_code == 0, found.output
+        assert found.stdout.splitlines()[0].split()[:4] == ["NAME", "HEALTH", "INFLIGHT", "QUEUED"]

@@ -31,7 +31,12 @@ ANSWER = response(
     "content-type: application/json",
 )
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
-PAGES: dict[str, bytes | None] = {"/health": OK, "/v1/models": listing({"id": "m"}), "/v1/chat/completions": ANSWER}
+PAGES: dict[str, bytes | None] = {
+    "/metrics": response(b"", "404 Not Found"),
+    "/health": OK,
+    "/v1/models": listing({"id": "m"}),
+    "/v1/chat/completions": ANSWER,
+}
 
 
 def made(*urls: str, text: str = "") -> tuple[Gateway, Lines]:
@@ -287,3 +292,28 @@ def test_print_config_reads_back() -> None:
     out, _ = process.communicate(timeout=20)
     again = config.parse(out.decode())
     assert [e.name for e in again.endpoints] == ["gpu-1", "gpu-2", "x"]
+
+
+async def test_a_decision_is_shown_to_a_client_where_that_is_allowed() -> None:
+    async with engine(dict(PAGES)) as one, engine(dict(PAGES)) as two:
+        for text, shown in (("", False), ("routing: {explain_header: true}\n", True)):
+            gateway, _ = made(one.url, two.url, text=text)
+            async with running(gateway) as client:
+                answer = await client.post("/v1/chat/completions", json=CHAT, headers={"x-llmgw-explain": "1"})
+                assert ("x-llmgw-explain" in answer.headers) is shown
+                plain = await client.post("/v1/chat/completions", json=CHAT)
+                assert "x-llmgw-explain" not in plain.headers
+            if shown:
+                assert answer.headers["x-llmgw-explain"].startswith("profile=auto; winner=")
+
+
+async def test_a_request_s_decision_is_found_by_its_id_with_what_came_true() -> None:
+    async with engine(dict(PAGES)) as one:
+        gateway, _ = made(one.url)
+        async with running(gateway) as client:
+            await client.post("/v1/chat/completions", json=CHAT, headers={"x-request-id": "mine-1"})
+            admin = f"http://{gateway.admin_addresses[0]}/api/v1"
+            found = (await client.get(admin + "/decisions/mine-1")).json()
+            assert found["came_true"]["status"] == 200
+            assert (await client.get(admin + "/decisions")).json()["items"][0]["request_id"] == "mine-1"
+            assert (await client.get(admin + "/decisions/other")).status_code == 404

@@ -88,7 +88,7 @@ def bench(*endpoints: str, text: str = "", hooks: Hooks | None = None, **known: 
     clock = [100.0]
     metrics, lines = Metrics(), Lines()
     log = Log(lines, lambda: 1e9)
-    router = Router(random.Random(0).random, clock[0], server.routing.profiles)
+    router = Router(random.Random(0).random, 0.0, server.routing.profiles)
     fleet = Fleet(metrics, log, lambda: clock[0], policies=server.models, router=router, **known)
     brain = Brain(server, fleet, metrics, log, lambda: clock[0], created=1e9, hooks=hooks)
     fleet.replace("static", tuple(e.endpoint() for e in server.endpoints))
