@@ -50,7 +50,8 @@ class Prober:
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Probe until cancelled."""
-        await each_place(self._fleet, self._watch, task_status=task_status)
+        task_status.started()
+        await each_place(self._fleet, self._watch)
 
     async def _watch(self, place: Place) -> None:
         """Until *place* is gone."""

@@ -36,7 +36,8 @@ class Scraper:
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Read until cancelled."""
-        await each_place(self._fleet, self._watch, task_status=task_status)
+        task_status.started()
+        await each_place(self._fleet, self._watch)
 
     async def _watch(self, place: Place) -> None:
         """Until *place* is gone."""

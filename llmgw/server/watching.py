@@ -9,12 +9,7 @@ import trio
 from llmgw.server.fleet import Fleet, Place
 
 
-async def each_place(
-    fleet: Fleet,
-    watch: Callable[[Place], Awaitable[None]],
-    *,
-    task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
-) -> None:
+async def each_place(fleet: Fleet, watch: Callable[[Place], Awaitable[None]]) -> None:
     """Run `watch(place)` for all places and those that come, until cancelled. It returns when its place is gone."""
     changed = trio.Event()
 
@@ -25,7 +20,6 @@ async def each_place(
     watched: set[Place] = set()
     try:
         async with trio.open_nursery() as nursery:
-            task_status.started()
             while True:
                 changed = trio.Event()
                 places = set(fleet.places.values())
