@@ -897,9 +897,9 @@ def _kind(kind: Any) -> str:
     return names.get(kind) or f"[{kind.__name__}](#{kind.__name__.lower()})"
 
 
-def sections() -> list[type]:
-    """Every class of the schema, in the order in which the file mentions them."""
-    found: list[type] = [Server]
+def sections(root: type = Server) -> list[type]:
+    """Every class of the schema *root*, in the order in which the file mentions them."""
+    found: list[type] = [root]
     for cls in found:
         for kind in get_type_hints(cls).values():
             for inner in (kind, *get_args(kind)):
@@ -922,13 +922,19 @@ def reference() -> str:
         " `64KB` (decimal), or bytes. Secrets",
         "are not in the file: `api_key_file` names the file that holds one. Made by `python -m llmgw.config`.",
     ]
-    for cls in sections():
-        lines += ["", f"## {cls.__name__}", "", (cls.__doc__ or "").split("\n")[0], ""]
+    return "\n".join([*lines, *tables(Server, "##")]) + "\n"
+
+
+def tables(root: type, heading: str) -> list[str]:
+    """Lines of Markdown: a heading and a table of keys for every class of the schema *root*."""
+    lines = []
+    for cls in sections(root):
+        lines += ["", f"{heading} {cls.__name__}", "", (cls.__doc__ or "").split("\n")[0], ""]
         lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
         hints = get_type_hints(cls)
         for f in attrs.fields(cls):
             lines.append(f"| `{f.name}` | {_kind(hints[f.name])} | {_default(f, hints)} | {f.metadata['meaning']} |")
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def _default(f: attrs.Attribute[Any], hints: dict[str, Any]) -> str:

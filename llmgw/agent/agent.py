@@ -28,7 +28,7 @@ from llmgw.agent.preflight import Preflight
 from llmgw.agent.settings import Settings
 from llmgw.agent.state import REPLICA_NAME, Record, State
 from llmgw.agent.supervise import Ground, Supervisor
-from llmgw.control.observed import Answer, Desired, Observed, Run
+from llmgw.control.observed import Answer, Desired, LogLines, Observed, Run
 from llmgw.errors import ConfigError, Problem
 from llmgw.logs import Log, open_descriptor
 from llmgw.net.client import Client
@@ -133,6 +133,10 @@ class Replicas:
         """The server has heard of those that are gone."""
         self._gone.clear()
 
+    def logs(self, wanted: Mapping[str, int]) -> tuple[LogLines, ...]:
+        found = (self.running[name].lines_since(number) for name, number in wanted.items() if name in self.running)
+        return tuple(lines for lines in found if lines is not None and lines.lines)
+
     def inputs_changed(self) -> None:
         for supervisor in self.running.values():
             supervisor.inputs_changed()
@@ -173,6 +177,9 @@ class NodeAgent:
     @property
     def refused(self) -> tuple[str, ...]:
         return self.replicas.refused
+
+    def logs(self, wanted: Mapping[str, int]) -> tuple[LogLines, ...]:
+        return self.replicas.logs(wanted)
 
     def obey(self, answer: Answer) -> bool:
         if not self.state.accepts_term(answer.term):

@@ -27,6 +27,10 @@ class Life(Protocol):
         """Its last lines, oldest first."""
         ...
 
+    def lines_since(self, number: int) -> tuple[int, tuple[str, ...]]:
+        """(number of the first, lines) from *number* on, as far as they are kept; -1 = all that are kept."""
+        ...
+
     def work(self) -> tuple[int, float]:
         """(bytes read, seconds of processor time) since its start, of all its processes."""
         ...

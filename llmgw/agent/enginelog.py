@@ -24,6 +24,7 @@ class EngineLog:
     def __init__(self, path: Path, size: int, files: int) -> None:
         self.path = path
         self.tail: deque[str] = deque(maxlen=LINES_KEPT)
+        self.count = 0  # lines of this life so far; the tail's last one is number count - 1
         self._size, self._files = size, files
         self._offset = 0
         self._partial = b""
@@ -33,6 +34,7 @@ class EngineLog:
         handle = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o640)
         self._offset, self._partial = os.fstat(handle).st_size, b""
         self.tail.clear()
+        self.count = 0
         return handle
 
     def resume(self) -> None:
@@ -61,7 +63,14 @@ class EngineLog:
             self._partial = b""
         lines = [clean(line) for line in whole]
         self.tail.extend(lines)
+        self.count += len(lines)
         return lines
+
+    def since(self, number: int) -> tuple[int, tuple[str, ...]]:
+        """(number of the first, lines) from *number* on, as far as they are kept; -1 = from the oldest kept."""
+        oldest = self.count - len(self.tail)
+        first = oldest if number < 0 else min(max(number, oldest), self.count)
+        return first, tuple(self.tail)[first - oldest :]
 
     def last(self) -> tuple[str, ...]:
         """The last lines, one without an end included."""

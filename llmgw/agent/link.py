@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -17,7 +17,7 @@ import msgspec
 import trio
 
 from llmgw import __version__
-from llmgw.control.observed import Answer, Observed, Sync, digest
+from llmgw.control.observed import Answer, LogLines, Observed, Sync, digest
 from llmgw.errors import ConfigError, LlmgwError, Problem, Unavailable
 from llmgw.net.client import Client
 from llmgw.net.world import Tcp, World
@@ -50,6 +50,8 @@ class Agent(Protocol):
     @property
     def refused(self) -> tuple[str, ...]: ...
 
+    def logs(self, wanted: Mapping[str, int]) -> tuple[LogLines, ...]: ...
+
     def obey(self, answer: Answer) -> bool:
         """False: it came from a server that was replaced, and is refused."""
         ...
@@ -79,6 +81,7 @@ class Link:
     _first: int = 0  # which server is asked first
     _clocks: deque[tuple[float, float]] = attrs.field(factory=lambda: deque(maxlen=CLOCK_SAMPLES))
     _renewed: bool = False
+    _followed: dict[str, int] = attrs.field(factory=dict)
 
     @property
     def member(self) -> bool:
@@ -139,7 +142,7 @@ class Link:
                     confirmed = answer.digest
                     agent.told()
                 low, high = HEARTBEAT
-                pause = min(max(answer.heartbeat, low), high)
+                pause = low if answer.logs else min(max(answer.heartbeat, low), high)
             await trio.sleep(SOONEST)
             if self.reached:
                 with trio.move_on_after(pause):
@@ -167,7 +170,7 @@ class Link:
             server, sent = self.servers[index], self.world.wall()
             sync = Sync(
                 node=self.node, boot=self.boot_id, agent=self.start, term=agent.term, digest=name, observed=observed,
-                refused=agent.refused, sent=sent,
+                refused=agent.refused, sent=sent, logs=agent.logs(self._followed),
             )  # fmt: skip
             target = Target(endpoint="", name=f"server {server}", address=str(server), host=str(server), tls=True)
             try:
@@ -192,7 +195,7 @@ class Link:
             except Unavailable as error:
                 failed = error
             else:
-                self._first = index
+                self._first, self._followed = index, answer.logs
                 self._compare(agent, sent, answer)
                 return answer
         raise failed

@@ -120,6 +120,9 @@ class LocalLife:
         self.log.read()
         return self.log.last()
 
+    def lines_since(self, number: int) -> tuple[int, tuple[str, ...]]:
+        return self.log.since(number)
+
     def work(self) -> tuple[int, float]:
         read, ticks = 0, 0
         for pid in self.pids():

@@ -30,7 +30,7 @@ from llmgw.agent.enginelog import Novelty
 from llmgw.agent.liveness import CANARY, PROBE_EVERY, Liveness, Sample
 from llmgw.agent.replica import Event, Replica, advance, failure_of
 from llmgw.agent.state import Record
-from llmgw.control.observed import Desired, Measured, Run, RunState
+from llmgw.control.observed import Desired, LogLines, Measured, Run, RunState
 from llmgw.engines import ENGINES
 from llmgw.engines.base import MASTER, Engine, Launch
 from llmgw.engines.deaths import Exit, Retry
@@ -152,6 +152,13 @@ class Supervisor:
 
     def last_lines(self) -> tuple[str, ...]:
         return self._life.last_lines() if self._life is not None else ()
+
+    def lines_since(self, number: int) -> LogLines | None:
+        """For whoever follows the log; None while there is no life."""
+        if self._life is None:
+            return None
+        first, lines = self._life.lines_since(number)
+        return LogLines(replica=self.desired.replica, start_id=self._life.record.start_id, first=first, lines=lines)
 
     def observed(self) -> Run:
         """What the server is told."""

@@ -159,6 +159,15 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     runs: tuple[Run, ...] = ()
 
 
+class LogLines(msgspec.Struct, frozen=True, kw_only=True):
+    """Lines of an engine's log that somebody follows. *first*: number of the first one, in one life of the engine."""
+
+    replica: str
+    start_id: str
+    first: int
+    lines: tuple[str, ...]
+
+
 class Sync(msgspec.Struct, frozen=True, kw_only=True):
     """The heartbeat. *observed* is left out while *digest* is the one that the last `Answer` confirmed."""
 
@@ -170,6 +179,7 @@ class Sync(msgspec.Struct, frozen=True, kw_only=True):
     observed: Observed | None = None
     refused: tuple[str, ...] = ()  # replicas whose last desired epoch was too low
     sent: float = 0.0  # wall clock, to see how far clocks are apart
+    logs: tuple[LogLines, ...] = ()  # of the replicas that the last `Answer` asked for
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -182,6 +192,9 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     settled: bool = True  # False = the server has just started: keep what runs, even if it is not in *desired*
     weights: tuple[str, ...] = ()  # references of the catalogue, to be looked for and verified
     heartbeat: float = 5.0
+    logs: dict[
+        str, int
+    ] = {}  # replica → number of the next line wanted, while somebody follows its log; -1 = the last ones
     received: float = 0.0  # wall clock when the Sync came
     sent: float = 0.0
 

@@ -12,6 +12,8 @@ from typing import Literal
 
 import msgspec
 
+READ = "read the engine's log, logs/REPLICA.log in the agent's state folder"
+
 Retry = Literal["backoff", "gpu-free", "never"]
 """*gpu-free*: once more when the GPU's memory is seen free. *never*: not before an input (node, catalogue) changes."""
 
@@ -263,17 +265,17 @@ GENERIC: tuple[Death, ...] = (
         pattern=r"^\s*(?:\([^)]*\)\s*)?(?:\w+ \d\d-\d\d [\d:]+ \[[^\]]*\]\s*)?"
         r"((?:\w+\.)*\w*(?:Error|Exception|Exit)): (.+)",
         cause="{1}: {2}",
-        remedy="read the log: `llmgw ctl logs`",
+        remedy=READ,
     ),
 )
 """The last exception of a traceback, where no row knows better. Searched from the end."""
 
 _SIGNALS: dict[int, tuple[str, str, Retry]] = {
     4: ("the CPU lacks instructions that the engine was built with", "see CPU-1: set the VM's CPU type to host, or use a build for this CPU", "never"),
-    6: ("the engine aborted itself", "read the log: `llmgw ctl logs`", "backoff"),
+    6: ("the engine aborted itself", READ, "backoff"),
     7: ("bus error: most often /dev/shm is full", "enlarge /dev/shm (LIM-2)", "backoff"),
     9: ("killed from outside: most often the kernel's OOM killer", "look for `oom-kill` in `dmesg`; give the host more memory or place fewer replicas (MEM-1)", "backoff"),
-    11: ("segmentation fault", "read the log: `llmgw ctl logs`; check driver and engine versions against each other", "backoff"),
+    11: ("segmentation fault", "check driver and engine versions against each other; " + READ, "backoff"),
 }  # fmt: skip
 
 
@@ -306,8 +308,6 @@ def diagnose(ended: Exit, tail: Sequence[str], rows: Sequence[Death], wrappers: 
         return Verdict(code="not-startable", cause=cause, remedy=remedy, retry="never", line=last)
     if ended.code == 0:
         when = "after it had been ready" if ended.ready else "before it was ready"
-        remedy = "read the log: `llmgw ctl logs`"
+        remedy = READ
         return Verdict(code="exit-0", cause=f"it ended by itself {when}", remedy=remedy, retry="backoff", line=last)
-    return Verdict(
-        code="unknown", cause=str(ended), remedy="read the log: `llmgw ctl logs`", retry="backoff", line=last
-    )
+    return Verdict(code="unknown", cause=str(ended), remedy=READ, retry="backoff", line=last)

@@ -18,7 +18,7 @@ from llmgw.engines.base import (
     python_beside,
     spread,
 )
-from llmgw.engines.deaths import Death
+from llmgw.engines.deaths import READ, Death
 from llmgw.errors import ConfigError, Problem
 
 PROBE = (
@@ -67,7 +67,7 @@ class Sglang(Engine):
             code="watchdog",
             pattern=r"(?i)watchdog.*timeout",
             cause="the scheduler hung and the engine's own watchdog ended it",
-            remedy="read the log above this line: `llmgw ctl logs`",
+            remedy=READ,
         ),
     )
     wrappers = (r"Received sigquit from a child process",)

@@ -23,7 +23,7 @@ from llmgw.engines.base import (
     python_beside,
     spread,
 )
-from llmgw.engines.deaths import Death
+from llmgw.engines.deaths import READ, Death
 from llmgw.errors import ConfigError, Problem
 
 PROBE = (
@@ -67,7 +67,7 @@ class Vllm(Engine):
             code="engine-core-died",
             pattern=r"EngineCore encountered a fatal error|EngineDeadError",
             cause="the engine core died while serving; the API server then leaves with exit code 0",
-            remedy="read the log above this line: `llmgw ctl logs`",
+            remedy=READ,
         ),
         Death(
             code="worker-died",

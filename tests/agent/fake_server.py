@@ -32,6 +32,8 @@ class Control:
     settled: bool = True
     heartbeat: float = 0.5
     skew: float = 0.0  # of the server's clock
+    follow: str = ""  # replica whose log somebody follows
+    followed: list[str] = attrs.field(factory=list)
     syncs: list[Sync] = attrs.field(factory=list)
     observed: Observed | None = None
     digest: str = ""
@@ -43,9 +45,13 @@ class Control:
         if sync.observed is not None:
             self.observed, self.digest = sync.observed, sync.digest
         now = time.time() + self.skew
+        for logs in sync.logs:
+            assert logs.first == len(self.followed)
+            self.followed += logs.lines
+        wanted = {self.follow: len(self.followed)} if self.follow else {}
         answer = Answer(
             term=self.term, revision=1, digest=self.digest, desired=self.desired, settled=self.settled, weights=self.weights,
-            heartbeat=self.heartbeat, received=now, sent=now,
+            heartbeat=self.heartbeat, received=now, sent=now, logs=wanted,
         )  # fmt: skip
         return Response(msgspec.json.encode(answer), media_type="application/json")
 

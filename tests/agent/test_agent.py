@@ -121,6 +121,10 @@ async def test_from_a_token_to_an_endpoint_through_restart_and_stop(agents: Agen
         assert run.pid is not None
         agents.pids.append(run.pid)
 
+        control.follow = "llama-1"
+        await site.until(lambda: any(line.startswith("listening on") for line in control.followed))
+        control.follow = ""
+
         count = len(control.syncs)  # nothing changes now: bodies are left out
         await site.until(lambda: len(control.syncs) >= count + 3)
         assert all(s.observed is None for s in control.syncs[-2:])
