@@ -19,7 +19,7 @@ from llmgw.errors import Problem
 from llmgw.placement.demand import GGUF_ENGINES, SIM, Demand, Shape
 from llmgw.request import Phase
 from llmgw.schema import key, not_empty, not_negative
-from llmgw.units import Duration
+from llmgw.units import Duration, format_duration
 
 Path = tuple["str | int", ...]
 
@@ -29,12 +29,39 @@ OWN_FLAGS = frozenset(
         "--tensor-parallel-size", "-tp", "--tp", "--tp-size", "--pipeline-parallel-size", "-pp", "--pp-size",
         "--data-parallel-size", "-dp", "--dp-size", "--nnodes", "--node-rank", "--master-addr", "--master-port",
         "--dist-init-addr", "--device-ids", "--gpu-memory-utilization", "--mem-fraction-static", "--max-model-len",
-        "--context-length", "-c", "--ctx-size",
+        "--context-length", "-c", "--ctx-size", "--kv-cache-dtype", "--enforce-eager", "--disable-cuda-graph",
+        "--enable-expert-parallel", "--ep-size",
     }
 )  # fmt: skip
 """The agent sets these from the shape and the assignment; twice is an error in some engines and a riddle in others."""
 
 OWN_ENV = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "NCCL_IB_HCA", "VLLM_PORT", "VLLM_HOST_IP")
+
+
+SWITCHES: dict[str, dict[str, tuple[str, ...]]] = {
+    "vllm": {
+        "kv_dtype": ("--kv-cache-dtype", "{}"),
+        "eager": ("--enforce-eager",),
+        "expert_parallel": ("--enable-expert-parallel",),
+    },
+    "sglang": {
+        "kv_dtype": ("--kv-cache-dtype", "{}"),
+        "eager": ("--disable-cuda-graph",),
+        "expert_parallel": ("--ep-size", "{}"),
+    },
+}
+"""How engines spell the keys of a shape that the memory model reads; `{}` is the value (of `expert_parallel`: the ranks)."""
+
+
+def switches(engine: str, shape: Shape) -> tuple[str, ...]:
+    """The flags that make the engine do what the memory model reckoned with."""
+    values = {
+        "kv_dtype": shape.kv_dtype,
+        "eager": shape.eager,
+        "expert_parallel": shape.expert_parallel and shape.ranks,
+    }
+    spelt = SWITCHES.get(engine, {})
+    return tuple(part.format(value) for name, value in values.items() if value for part in spelt.get(name, ()))
 
 
 @attrs.frozen(kw_only=True)
@@ -151,6 +178,10 @@ def _shape(model: ModelSpec, shape: Shape, engines: Collection[str]) -> Iterator
         yield ("nodes",), f"{engine} does not run over several nodes"
     if shape.dp > 1 and engine in GGUF_ENGINES:
         yield ("dp",), f"{engine} has no data parallelism: use more replicas"
+    if engine not in SWITCHES:
+        for name in ("kv_dtype", "eager", "expert_parallel"):
+            if getattr(shape, name):
+                yield (name,), f"engine {engine} has no such switch; {' and '.join(sorted(SWITCHES))} have"
     if shape.fabric and shape.nodes == 1:
         yield ("fabric",), "only a shape over several nodes has a fabric"
     if shape.shared:
@@ -256,3 +287,36 @@ def _short(value: Any) -> str:
     if isinstance(value, tuple):
         value = list(value)
     return "unset" if value is None or value in ("", [], {}) else str(value)
+
+
+# -- the reference page ----------------------------------------------------------------------------------------------
+
+
+def reference() -> str:
+    """The tables of keys in docs/placement.md."""
+    lines = []
+    for title, cls in (("A model", ModelSpec), ("A shape", Shape)):
+        lines += [f"### {title}", "", "| key | default | meaning |", "|---|---|---|"]
+        for field in attrs.fields(cls):
+            lines.append(f"| `{field.name}` | {_default(field)} | {field.metadata['meaning']} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _default(field: Any) -> str:
+    if field.default is attrs.NOTHING:
+        return "must be given"
+    value = field.default.factory() if isinstance(field.default, attrs.Factory) else field.default  # type: ignore[arg-type]
+    if value in ("", None):
+        return "empty" if value == "" else "null"
+    if isinstance(value, tuple):
+        return "one shape, `tp: 1`" if value == (Shape(),) else f"`[{', '.join(map(str, value))}]`"
+    if field.name == "grace":
+        return f"`{format_duration(value)}`"
+    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+if __name__ == "__main__":
+    import sys
+
+    sys.stdout.write(reference())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from llmgw.control.catalog import ModelSpec
+from llmgw.control.catalog import ModelSpec, switches
 from llmgw.control.observed import Desired, Group, Ports
 from llmgw.placement.demand import SIM, Shape
 from llmgw.placement.fabrics import evidence
@@ -58,7 +58,7 @@ def launch(
             if many
             else None,
             env=spec.env_of(shape),
-            flags=spec.flags_of(shape),
+            flags=switches(engine, shape) + spec.flags_of(shape),
             start_deadline=start_deadline(size),
         )
         for rank, (node, gpus, base) in enumerate(zip(assignment.nodes, assignment.gpus, assignment.ports, strict=True))

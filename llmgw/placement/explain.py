@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from llmgw.placement.constraints.fabric import NOT_APPLICABLE
-from llmgw.placement.solver import FILTERS, constraints
+from llmgw.placement.solver import FILTERS, constraints, rankers
 from llmgw.placement.verdict import Bill, Finding, Preemption, Record, Row, Verdict, figure
 
 FEASIBLE, INFEASIBLE = 0, 3
@@ -230,3 +230,18 @@ def reasons() -> list[tuple[str, str, str, str]]:
     """(constraint, code, meaning, remedy) of everything that can reject a candidate: the table of docs/placement.md."""
     rows = [(c.name, code.code, code.meaning, code.remedy) for c in constraints() for code in c.codes]
     return rows + [("-", code.code, code.meaning, code.remedy) for code in FILTERS]
+
+
+def reference() -> str:
+    """The table of docs/placement.md."""
+    lines = ["| constraint | code | what it means | what to do |", "|---|---|---|---|"]
+    lines += [f"| {name} | `{code}` | {meaning} | {remedy} |" for name, code, meaning, remedy in reasons()]
+    lines += ["", "| ranker | weight | what it measures |", "|---|---|---|"]
+    lines += [f"| {r.name} | {figure(r.weight)} | {(type(r).__doc__ or '').splitlines()[0]} |" for r in rankers()]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    import sys
+
+    sys.stdout.write(reference())

@@ -19,6 +19,7 @@ from llmgw.control.catalog import (
     plainly,
     problems,
     replaces,
+    switches,
 )
 from llmgw.placement.demand import Demand, Shape
 
@@ -129,6 +130,7 @@ def spec(shape: dict[str, Any] | None = None, **more: Any) -> ModelSpec:
         (spec(phases=("decode", "decode")), "names a phase twice"),
         (spec({"env": {"LLMGW_X": "1"}}), "is set by the agent"),
         (spec({"flags": ("-tp",)}), "-tp is set from the shape"),
+        (spec({"eager": True}, engine="sim"), "engine sim has no such switch; sglang and vllm have"),
     ],
 )
 def test_each_rule(model: ModelSpec, says: str) -> None:
@@ -156,6 +158,13 @@ def test_flags_with_a_value_are_seen_too() -> None:
     assert {"--host", "--port"} <= OWN_FLAGS
     (found,) = problems([spec(flags=("--host=::",))], plainly)
     assert found.where == "models[0].flags[0]"
+
+
+def test_switches_are_spelt_as_the_engine_does() -> None:
+    shape = Shape(tp=4, dp=2, kv_dtype="fp8", eager=True, expert_parallel=True)
+    assert switches("vllm", shape) == ("--kv-cache-dtype", "fp8", "--enforce-eager", "--enable-expert-parallel")
+    assert switches("sglang", shape) == ("--kv-cache-dtype", "fp8", "--disable-cuda-graph", "--ep-size", "8")
+    assert switches("vllm", Shape()) == ()
 
 
 def test_diff() -> None:
