@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
+
 from llmgw.placement.demand import Demand, Shape
 from llmgw.placement.inventory import NVLINK, Device, IslandKind
 from llmgw.placement.world import Isle, Kind, Place, World
@@ -16,92 +18,62 @@ from llmgw.placement.world import Isle, Kind, Place, World
 FULL = 0.95  # of a shared GPU: beyond, the engines' own errors of measurement make them fail
 
 
-class Pick:
+class Pick(msgspec.Struct, eq=False, gc=False):
     """GPUs of one node. *complete* False: they only stand for the node, there are not enough free ones."""
 
-    __slots__ = (
-        "alternatives",
-        "complete",
-        "devices",
-        "free",
-        "indices",
-        "island",
-        "kind",
-        "largest",
-        "rank",
-        "total",
-        "uuids",
-    )
+    devices: list[Device]
+    complete: bool
+    island: IslandKind | None = None
+    kind: Kind | None = None
+    rank: int | None = None  # of the type in the shape's order of preference; None = not a wanted type
+    alternatives: int = 0
+    free: int = 0  # GPUs of a wanted type that are free and healthy
+    total: int = 0  # GPUs of a wanted type
+    largest: int = 0  # most free ones in one island of the wanted kind
 
-    def __init__(
-        self,
-        devices: list[Device],
-        complete: bool,
-        island: IslandKind | None = None,
-        kind: Kind | None = None,
-        rank: int | None = None,
-        alternatives: int = 0,
-        free: int = 0,
-        total: int = 0,
-        largest: int = 0,
-    ) -> None:
-        self.devices = devices
-        self.complete = complete
-        self.island = island
-        self.kind = kind
-        self.rank = rank  # of the type in the shape's order of preference; None = not a wanted type
-        self.alternatives = alternatives
-        self.free = free  # GPUs of a wanted type that are free and healthy
-        self.total = total  # GPUs of a wanted type
-        self.largest = largest  # most free ones in one island of the wanted kind
-        self.uuids = tuple([d.uuid for d in devices])
-        self.indices = tuple([d.index for d in devices])
+    @property
+    def uuids(self) -> tuple[str, ...]:
+        return tuple([d.uuid for d in self.devices])
+
+    @property
+    def indices(self) -> tuple[int, ...]:
+        return tuple([d.index for d in self.devices])
 
 
 NO_GPUS = Pick([], False)
 ON_CPU = Pick([], True, rank=0)
 
 
-class Candidate:
+class Candidate(msgspec.Struct, eq=False, gc=False):
     """One possibility: a shape on a node, or on several. *group*: a node's part, considered for a group."""
 
-    __slots__ = ("demand", "fabric", "group", "index", "members", "pick", "place", "shape")
+    demand: Demand
+    shape: Shape
+    index: int  # of the shape
+    place: Place  # of rank 0
+    pick: Pick
+    group: bool = False
+    parts: tuple[Candidate, ...] = ()  # of a group: its nodes' parts
+    fabric: str = ""
 
-    def __init__(
-        self,
-        demand: Demand,
-        shape: Shape,
-        index: int,
-        place: Place,
-        pick: Pick,
-        *,
-        group: bool = False,
-        members: tuple[Candidate, ...] = (),
-        fabric: str = "",
-    ) -> None:
-        self.demand = demand
-        self.shape = shape
-        self.index = index  # of the shape
-        self.place = place  # of rank 0
-        self.pick = pick
-        self.group = group
-        self.members = members or (self,)
-        self.fabric = fabric
+    @property
+    def members(self) -> tuple[Candidate, ...]:
+        return self.parts or (self,)
 
 
 def on_nodes(world: World, demand: Demand, shape: Shape, index: int) -> list[Candidate]:
     """One candidate a node; for a group's shape these are the parts of which groups are made."""
     group = shape.nodes > 1
     if shape.cpu:
-        return [Candidate(demand, shape, index, place, ON_CPU, group=group) for place in world.places]
+        return [Candidate(demand, shape, index, place, ON_CPU, group) for place in world.places]
     share = shape.share
     key = ("pick", shape.gpus, share, min(shape.tp, share), shape.island, shape.shared and shape.memory_fraction)
     found = []
     for place in world.places:
         pick = place.picks.get(key)
         if pick is None:
-            pick = place.picks[key] = _pick(world, place, shape, share) if place.devices else NO_GPUS
-        found.append(Candidate(demand, shape, index, place, pick, group=group))
+            pick = place.picks[key] = _pick(world, place, shape, share) if place.inventory.devices else NO_GPUS
+        found.append(Candidate(demand, shape, index, place, pick, group))
     return found
 
 

@@ -74,5 +74,5 @@ def _group(members: list[Candidate], fabric: str) -> Candidate:
     members = sorted(members, key=lambda m: m.place.key)
     first = members[0]
     return Candidate(
-        first.demand, first.shape, first.index, first.place, first.pick, members=tuple(members), fabric=fabric
+        first.demand, first.shape, first.index, first.place, first.pick, parts=tuple(members), fabric=fabric
     )

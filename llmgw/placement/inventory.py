@@ -32,7 +32,7 @@ class Process(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     replica: str = ""  # ours, if it belongs to one; "" = foreign
 
 
-class Device(msgspec.Struct, frozen=True, kw_only=True):
+class Device(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One GPU, or one MIG instance. Its identity is *uuid*; *index* (PCI order) changes over reboots."""
 
     uuid: str
@@ -61,7 +61,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     utilisation: float | None = None  # 0..1
 
 
-class Island(msgspec.Struct, frozen=True, kw_only=True):
+class Island(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """GPUs of one node that reach each other the same way. Islands of a node do not overlap."""
 
     id: str
@@ -70,7 +70,7 @@ class Island(msgspec.Struct, frozen=True, kw_only=True):
     links: int = 0  # the least number of NVLinks between two of them
 
 
-class Port(msgspec.Struct, frozen=True, kw_only=True):
+class Port(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One port of an RDMA adapter. A fabric is a property of a port, never of a node.
 
     *fabric* is what the operator named it in the agent's configuration; the others are evidence, strongest first:
@@ -103,7 +103,7 @@ class Port(msgspec.Struct, frozen=True, kw_only=True):
     distances: dict[str, str] = {}  # GPU uuid → PIX, PXB, PHB, NODE or SYS
 
 
-class Host(msgspec.Struct, frozen=True, kw_only=True):
+class Host(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The machine around the GPUs."""
 
     arch: str = "x86_64"
@@ -135,7 +135,7 @@ class Disk(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     kind: str = ""  # ext4, xfs, nfs4, overlay
 
 
-class EngineInstall(msgspec.Struct, frozen=True, kw_only=True):
+class EngineInstall(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """An engine that the node has. Whether it *starts* is told by the preflight checks of its scope."""
 
     name: str  # vllm, sglang, llama-server, sim
@@ -147,7 +147,7 @@ class EngineInstall(msgspec.Struct, frozen=True, kw_only=True):
     gpu: bool = True  # it can use a GPU
 
 
-class Weights(msgspec.Struct, frozen=True, kw_only=True):
+class Weights(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What a node has of one model's weights. *ref* is the catalogue's spelling (path or repository id)."""
 
     ref: str
@@ -163,7 +163,7 @@ class Weights(msgspec.Struct, frozen=True, kw_only=True):
     config: str = ""  # config.json as text, or the GGUF metadata as a JSON object; "" = not read
 
 
-class Check(msgspec.Struct, frozen=True, kw_only=True):
+class Check(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One row of preflight. *scope*: `node`, `gpu:UUID`, `engine:NAME`, `weights:REF`, `fabric:DEVICE/PORT`."""
 
     id: str  # "ENG-2"; stable
@@ -179,7 +179,7 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     skipped: bool = False  # it was not tried here; `message` says why, and `ok` is true
 
 
-class Inventory(msgspec.Struct, frozen=True, kw_only=True):
+class Inventory(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """All that a node says of itself. Its heavy parts change rarely; two equal inventories have equal digests."""
 
     node: str

@@ -18,7 +18,7 @@ class Cordon(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     why: str = ""
 
 
-class Node(msgspec.Struct, frozen=True, kw_only=True):
+class Node(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A node as the server sees it: what it says of itself, and what is known about it besides."""
 
     inventory: Inventory
@@ -29,7 +29,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     flaps: int = 0  # leases lost within the last hour
 
 
-class Reservation(msgspec.Struct, frozen=True, kw_only=True):
+class Reservation(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What one replica holds on one node. It is made at commit and ends only when the agent has seen the stop."""
 
     replica: str

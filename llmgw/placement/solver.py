@@ -265,17 +265,17 @@ def _rows(
             bills[key] = _bill(world, candidate)
         score, terms = scored.get(i, none)
         label = labels[candidate.index]
-        members = candidate.members
+        parts = candidate.parts
         gpus: tuple[tuple[str, ...], ...] = ()
         indices: tuple[tuple[int, ...], ...] = ()
-        if len(members) == 1 and pick.complete:
+        if not parts and pick.complete:
             gpus, indices = (pick.uuids,), (pick.indices,)
-        elif all(m.pick.complete for m in members):
-            gpus, indices = tuple(m.pick.uuids for m in members), tuple(m.pick.indices for m in members)
+        elif parts and all(m.pick.complete for m in parts):
+            gpus, indices = tuple(m.pick.uuids for m in parts), tuple(m.pick.indices for m in parts)
         rows.append(
             Row(
                 shape=label,
-                nodes=(candidate.place.name,) if len(members) == 1 else tuple(m.place.name for m in members),
+                nodes=tuple(m.place.name for m in parts) if parts else (candidate.place.name,),
                 gpus=gpus,
                 indices=indices,
                 island=pick.island or "",
@@ -317,7 +317,9 @@ def _nearest(rows: tuple[Row, ...]) -> int | None:
     least = min(failing.values(), default=0)
 
     def shortfall(i: int) -> tuple[float, int]:
-        short = sum((f.short / f.need) if f.short is not None and f.need else 1.0 for f in rows[i].findings)
+        short = 0.0
+        for f in rows[i].findings:
+            short += max(0.0, f.need - f.have) / f.need if f.need and f.have is not None else 1.0
         return (round(short, 9), i)
 
     return min((i for i, n in failing.items() if n == least), key=shortfall, default=None)

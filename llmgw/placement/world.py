@@ -33,6 +33,9 @@ FRACTIONS: dict[str, float] = {"sglang": 0.88}
 
 MAX_SEQS, MAX_BATCHED = 256, 8192  # vLLM's defaults on a server GPU
 
+PASSING = frozenset({"starting", "nominated"})
+"""States of reservations that do not last: whoever misses these GPUs is told for whom they are kept."""
+
 Kind = tuple[str, int, tuple[int, int] | None, str]
 """What makes two GPUs the same: name, memory, compute capability, MIG profile."""
 
@@ -57,7 +60,6 @@ class Place:
 
     __slots__ = (
         "checks",
-        "devices",
         "engines",
         "holders",
         "host_held",
@@ -70,6 +72,7 @@ class Place:
         "ports_held",
         "replicas",
         "state",
+        "troubled",
     )
 
     def __init__(self, node: Node) -> None:
@@ -80,18 +83,19 @@ class Place:
         self.key = natural(inventory.node)
         self.state: NodeState = node_state(inventory)
         self.checks: list[Check] = [c for c in inventory.checks if not c.ok and c.level == "block"]
-        self.devices: dict[str, Device] = {d.uuid: d for d in inventory.devices}
         self.holders: dict[str, list[Reservation]] = {}
         self.replicas: dict[str, Reservation] = {}
         self.host_held = 0
         self.ports_held: list[tuple[int, int]] = []
         self.isles: dict[Kind, list[Isle]] = {}
+        self.troubled = False  # some GPU is blocked, or kept for somebody
         self.picks: dict[object, Any] = {}  # best GPUs by what is asked, kept by llmgw.placement.candidates
         self.engines: dict[str, EngineInstall] = {e.name: e for e in inventory.engines}
 
     def hold(self, reservation: Reservation) -> None:
         self.replicas[reservation.replica] = reservation
         self.host_held += reservation.host
+        self.troubled = self.troubled or reservation.state in PASSING
         if reservation.ports[1]:
             self.ports_held.append(reservation.ports)
         for uuid in reservation.gpus:
@@ -113,7 +117,9 @@ class Place:
             if isle is None:
                 isle = isles[device.island or device.uuid] = Isle(kinds.get(device.island, "sys"), [], [])
             isle.devices.append(device)
-            if device.health != "blocked" and device.uuid not in holders:
+            if device.health == "blocked":
+                self.troubled = True
+            elif device.uuid not in holders:
                 isle.free.append(device)
         self.isles = {k: list(v.values()) for k, v in by.items()}
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import ClassVar
 
 from llmgw.placement.candidates import Candidate
 from llmgw.placement.demand import GGUF_ENGINES, SIM
 from llmgw.placement.rules import divisible
 from llmgw.placement.verdict import OK, Code, Finding, Verdict, failed
-from llmgw.placement.world import World
+from llmgw.placement.world import PASSING, World
 
 ON_CPU = Verdict(True, (), "runs without a GPU")
 
@@ -66,32 +67,34 @@ def _indivisible(world: World, candidate: Candidate) -> list[Finding]:
 def _missing(world: World, candidate: Candidate) -> list[Finding]:
     place, pick, shape = candidate.place, candidate.pick, candidate.shape
     share = shape.share
-    found = []
     if pick.free >= share:
-        text = f"largest free island {pick.largest} of {min(shape.tp, share)}"
-        found.append(Finding(code="count.island", text=text, need=min(shape.tp, share), have=pick.largest, unit="GPUs"))
+        found = [_island(min(shape.tp, share), pick.largest)]
     else:
-        text = f"{pick.free} of {pick.total} free"
-        found.append(Finding(code="count.free", text=text, need=share, have=pick.free, unit="GPUs"))
-    named = pick.rank is not None
-    wanted = [
-        d
-        for kind, isles in place.isles.items()
-        if not named or world.type_rank(shape.gpus, kind) is not None
-        for isle in isles
-        for d in isle.devices
-    ]
-    found += [
-        Finding(code="count.unhealthy", text=f"GPU {d.index} ({d.uuid}): {d.reason}")
-        for d in wanted
-        if d.health == "blocked"
-    ]
-    kept = {
-        f"GPU {d.index} for {r.replica} ({r.state})"
-        for d in wanted
-        for r in place.holders.get(d.uuid, ())
-        if r.state in ("starting", "nominated")
-    }
+        found = [_free(share, pick.free, pick.total)]
+    if not place.troubled:
+        return found
+    kept = []
+    for kind, isles in place.isles.items():
+        if pick.rank is not None and world.type_rank(shape.gpus, kind) is None:
+            continue
+        for isle in isles:
+            for d in isle.devices:
+                if d.health == "blocked":
+                    found.append(Finding(code="count.unhealthy", text=f"GPU {d.index} ({d.uuid}): {d.reason}"))
+                for r in place.holders.get(d.uuid, ()):
+                    if r.state in PASSING:
+                        kept.append(f"GPU {d.index} for {r.replica} ({r.state})")
     if kept:
         found.append(Finding(code="count.reserved", text=", ".join(sorted(kept))))
     return found
+
+
+@lru_cache(maxsize=1024)  # the same few numbers on every node
+def _free(need: int, free: int, total: int) -> Finding:
+    return Finding(code="count.free", text=f"{free} of {total} free", need=need, have=free, unit="GPUs")
+
+
+@lru_cache(maxsize=1024)
+def _island(need: int, largest: int) -> Finding:
+    text = f"largest free island {largest} of {need}"
+    return Finding(code="count.island", text=text, need=need, have=largest, unit="GPUs")

@@ -39,15 +39,18 @@ class EngineConstraint:
     def evaluate(self, world: World, candidates: Sequence[Candidate]) -> list[Verdict]:
         seen: dict[tuple[str, tuple[str, str, bool]], Verdict] = {}
         asks: dict[int, tuple[str, str, bool]] = {}  # by shape: what it asks of this column
+        names: dict[int, str] = {}  # by shape: the model's architecture
         found = []
         for candidate in candidates:
             if candidate.index not in asks:
                 demand, shape = candidate.demand, candidate.shape
                 asks[candidate.index] = (demand.engine_of(shape), demand.weights_of(shape), shape.cpu)
+                geometry = world.sizing(demand, shape).geometry
+                names[candidate.index] = geometry.architecture if geometry else ""
             key = (candidate.place.name, asks[candidate.index])
             verdict = seen.get(key)
             if verdict is None:
-                findings = _program(world, candidate) + _weights(world, candidate)
+                findings = _program(candidate, names[candidate.index]) + _weights(world, candidate)
                 if candidate.place.port_block() is None:
                     low, high = candidate.place.inventory.engine_ports
                     findings.append(Finding(code="ports", text=f"no {PORTS} free ports in a row in {low}-{high}"))
@@ -73,7 +76,7 @@ def version_key(version: str) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def _program(world: World, candidate: Candidate) -> list[Finding]:
+def _program(candidate: Candidate, architecture: str) -> list[Finding]:
     place, demand, shape = candidate.place, candidate.demand, candidate.shape
     name = demand.engine_of(shape)
     install = place.engines.get(name)
@@ -91,8 +94,6 @@ def _program(world: World, candidate: Candidate) -> list[Finding]:
     if demand.engine_version and version_key(install.version) < version_key(demand.engine_version):
         text = f"{name} {install.version or 'of unknown version'} < {demand.engine_version}"
         found.append(Finding(code="engine.version", text=text))
-    geometry = world.sizing(demand, shape).geometry
-    architecture = geometry.architecture if geometry else ""
     if architecture and install.architectures and architecture not in install.architectures:
         text = f"{name} {install.version} does not know {architecture}"
         found.append(Finding(code="engine.arch", text=text))

@@ -21,30 +21,34 @@ class Fragmentation:
         total = sum(weight for _, weight in mix)
         if not total:
             return [1.0] * len(candidates)
-        seen: dict[tuple[int, ...], float] = {}
+        seen: dict[int, float] = {}
 
-        def waste(holes: list[int]) -> float:
-            """GPUs that a shape drawn from the mix could not use, on average."""
-            key = tuple(holes)
-            kept = seen.get(key)
+        def waste(hole: int) -> float:
+            """GPUs of a hole that a shape drawn from the mix could not use, on average."""
+            kept = seen.get(hole)
             if kept is None:
-                kept = seen[key] = sum(w * sum(n % size for n in holes) for size, w in mix if size) / total
+                kept = seen[hole] = sum([w * (hole % size) for size, w in mix if size]) / total
             return kept
+
+        def grown(part: Candidate) -> float:
+            pick = part.pick
+            if pick.kind is None:
+                return 0.0
+            isles = part.place.isles[pick.kind]
+            if len(isles) == 1:
+                free = len(isles[0].free)
+                return waste(max(0, free - len(pick.devices))) - waste(free)
+            picked = {d.uuid for d in pick.devices}
+            more = 0.0
+            for isle in isles:
+                left = sum(1 for d in isle.free if d.uuid not in picked)
+                more += waste(left) - waste(len(isle.free))
+            return more
 
         found = []
         for candidate in candidates:
-            grown = 0.0
-            taken = 0
-            for member in candidate.members:
-                pick = member.pick
-                if pick.kind is None:
-                    continue
-                before, after = [], []
-                picked = {d.uuid for d in pick.devices}
-                for isle in member.place.isles[pick.kind]:
-                    before.append(len(isle.free))
-                    after.append(sum(1 for d in isle.free if d.uuid not in picked))
-                grown += waste(after) - waste(before)
-                taken += len(picked)
-            found.append(1.0 - min(1.0, max(0.0, grown / taken)) if taken else 1.0)
+            parts = candidate.members
+            taken = sum([len(p.pick.devices) for p in parts])
+            more = sum([grown(p) for p in parts])
+            found.append(1.0 - min(1.0, max(0.0, more / taken)) if taken else 1.0)
         return found

@@ -17,17 +17,17 @@ class Locality:
     weight: ClassVar[float] = 15.0
 
     def rank(self, world: World, candidates: Sequence[Candidate]) -> list[float]:
-        seen: dict[tuple[str, str], float] = {}
+        sizes: dict[int, tuple[str, int]] = {}  # by shape: the weights and how much they are
 
-        def present(member: Candidate) -> float:
-            ref = member.demand.weights_of(member.shape)
-            key = (member.place.name, ref)
-            kept = seen.get(key)
-            if kept is None:
-                there, known = member.place.weights(ref), world.known_weights(ref)
-                size = (known.bytes_total or known.bytes) if known else 0
-                kept = 1.0 if not size else min(1.0, (there.bytes if there else 0) / size)
-                seen[key] = kept
-            return kept
+        def present(part: Candidate) -> float:
+            if part.index not in sizes:
+                ref = part.demand.weights_of(part.shape)
+                known = world.known_weights(ref)
+                sizes[part.index] = (ref, (known.bytes_total or known.bytes) if known else 0)
+            ref, size = sizes[part.index]
+            if not size:
+                return 1.0
+            there = part.place.weights(ref)
+            return min(1.0, there.bytes / size) if there else 0.0
 
-        return [min(present(m) for m in c.members) for c in candidates]
+        return [min([present(p) for p in c.members]) for c in candidates]

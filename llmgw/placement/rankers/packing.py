@@ -19,7 +19,7 @@ class Packing:
     def rank(self, world: World, candidates: Sequence[Candidate]) -> list[float]:
         found = []
         for candidate in candidates:
-            total = sum(len(m.place.devices) for m in candidate.members)
+            total = sum(len(m.place.inventory.devices) for m in candidate.members)
             used = sum(len(m.place.holders) for m in candidate.members)
             found.append(used / total if total else 1.0)
         return found
