@@ -55,9 +55,11 @@ def prefill_body(ctx: Context, fmt: Format, kv: KvConnector, ec_params: dict[str
         if fmt == "completions":
             body["prompt"] = ctx.body.get("prompt") if ctx.token_ids is None else ctx.token_ids
         else:
-            body["token_ids"] = ctx.token_ids
+            body["token_ids"] = ctx.body.get("token_ids") if ctx.token_ids is None else ctx.token_ids
         if ctx.entries:
             body["features"] = _prefill_features(ctx)
+        elif ctx.token_ids is None and ctx.path == GENERATE and "features" in ctx.body:
+            body["features"] = ctx.body["features"]  # nothing was checked: as the client says
     kv.prefill(ctx, body, fmt)
     if ec_params:
         put_params(body, fmt, "ec_transfer_params", ec_params)

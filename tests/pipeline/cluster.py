@@ -30,6 +30,7 @@ class Cluster:
     gateway: Gateway
     lines: Lines
     engines: dict[str, Engine]
+    scopes: dict[str, trio.CancelScope]
     clients: list[Client] = attrs.Factory(list)
 
     def client(self, address: str = "") -> Client:
@@ -41,6 +42,10 @@ class Cluster:
         self.gateway.log._write(b"")
         found = [json.loads(line) for line in self.lines.data.splitlines()]
         return [line for line in found if (line.get("event", "") if event else line["kind"]) == (event or "request")]
+
+    def die(self, name: str) -> None:
+        """The engine is gone, with all of its connections."""
+        self.scopes[name].cancel()
 
     async def page(self, name: str) -> bytes:
         return (await self.client(self.engines[name].addresses[0]).get("/metrics")).body
@@ -58,6 +63,11 @@ class Cluster:
         assert self.gateway.metrics.bugs == 0, self.lines.data.decode()
 
 
+async def _host(engine: Engine, scope: trio.CancelScope, *, task_status: trio.TaskStatus[list[str]]) -> None:
+    with scope:
+        await engine.serve(task_status=task_status)
+
+
 @asynccontextmanager
 async def cluster(
     pipeline: str, engines: dict[str, dict[str, Any]], *, extra: str = "", tail: str = ""
@@ -66,6 +76,7 @@ async def cluster(
     async with trio.open_nursery() as nursery:
         world = RealWorld(1)
         made: dict[str, Engine] = {}
+        scopes: dict[str, trio.CancelScope] = {}
         places = []
         for name, options in engines.items():
             fabric = options.pop("fabric", "")
@@ -74,7 +85,8 @@ async def cluster(
                 world,
                 lambda _: None,
             )
-            await nursery.start(lambda task_status, engine=engine: engine.serve(task_status=task_status))
+            scopes[name] = trio.CancelScope()
+            await nursery.start(_host, engine, scopes[name])
             made[name] = engine
             places.append(
                 {
@@ -99,7 +111,7 @@ async def cluster(
         if places:
             with trio.fail_after(20):
                 await gateway.wait_serving(len(places))
-        found = Cluster(gateway, lines, made)
+        found = Cluster(gateway, lines, made, scopes)
         try:
             yield found
         finally:

@@ -18,7 +18,7 @@ D: dict[str, Any] = {"phases": ("decode",), "fabric": "a"}
 
 
 def pulled(page: bytes) -> float:
-    return metric(page, "vllm:prompt_tokens_by_source_total", source="external_kv_transfer") or 0.0
+    return metric(page, "vllm:prompt_tokens_by_source_total", source="external_kv_transfer")
 
 
 async def alone(engine: Engine, found: Any, body: dict[str, Any]) -> str:
@@ -35,7 +35,7 @@ async def test_decode_takes_what_prefill_computed(stream: bool, autojump_clock: 
         start = trio.current_time()
         got = await found.client().ask(CHAT, {**LONG, "stream": stream})
         took = trio.current_time() - start
-        assert got.status == 200, got.body
+        assert got.status == 200, (got.body, found.logged("phase_failed"))
         if stream:
             assert got.body.rstrip().endswith(b"data: [DONE]")
         else:
@@ -55,3 +55,148 @@ async def test_decode_takes_what_prefill_computed(stream: bool, autojump_clock: 
         assert [step["step"] for step in trace["phases"] if "step" in step] == ["prefill", "decode"]
         assert trace["pair"]["fabric"] == "a"
         assert set(trace["endpoints"]) == {"prefill", "decode"}
+
+
+async def test_a_short_prompt_is_not_split(autojump_clock: MockClock) -> None:
+    async with cluster("kv_connector: kv-nixl\n", {"p": dict(P), "d": dict(D)}) as found:
+        got = await found.client().ask(CHAT, {**LONG, "messages": [{"role": "user", "content": "hi"}]})
+        assert got.status == 200
+        assert pulled(await found.page("d")) == 0
+        assert metric(await found.page("p"), "vllm:prompt_tokens_total") == 0
+        assert found.gateway.pipelines is not None
+        assert found.gateway.pipelines.counts[("pair", "one endpoint")] == 1
+        found.quiet()
+
+
+async def test_no_request_crosses_fabrics(autojump_clock: MockClock) -> None:
+    engines = {
+        "pa": {**P, "fabric": "a"}, "pb": {**P, "fabric": "b"}, "da": {**D, "fabric": "a"}, "db": {**D, "fabric": "b"},
+    }  # fmt: skip
+    async with cluster(NIXL, engines) as found:
+        async with trio.open_nursery() as nursery:
+            for i in range(12):
+                body = {**LONG, "messages": [{"role": "user", "content": f"{i} word " * 200}]}
+                nursery.start_soon(found.client().ask, CHAT, body)
+        pipelines = found.gateway.pipelines
+        assert pipelines is not None
+        pairs = {(t["pair"]["prefill"], t["pair"]["decode"]) for t in pipelines.traces.values()}
+        assert pairs == {("pa", "da"), ("pb", "db")}
+        found.quiet()
+
+
+async def test_sglangs_legs_meet_in_a_room(autojump_clock: MockClock) -> None:
+    async with cluster("kv_connector: kv-sglang\ndisaggregate: always\n", {"p": dict(P), "d": dict(D)}) as found:
+        with trio.fail_after(20):  # one after the other would wait 300 s for each other
+            got = await found.client().ask(CHAT, {**LONG, "stream": True})
+        assert got.status == 200
+        assert pulled(await found.page("d")) > 300
+        assert found.engines["p"].core.pinned == 0
+        found.quiet()
+
+
+async def test_tokens_in(autojump_clock: MockClock) -> None:
+    async with cluster(NIXL, {"p": dict(P), "d": dict(D)}) as found:
+        body = {"model": "m", "token_ids": list(range(100, 420)), "sampling_params": {"max_tokens": 5}}
+        got = await found.client().ask("/inference/v1/generate", body)
+        assert got.status == 200, (got.body, found.logged("phase_failed"))
+        assert len(got.json()["choices"][0]["token_ids"]) == 5
+        assert pulled(await found.page("d")) == 320
+        found.quiet()
+
+
+async def test_prefill_dies_and_another_one_does_it(autojump_clock: MockClock) -> None:
+    async with cluster(NIXL, {"p1": dict(P), "p2": dict(P), "d": dict(D)}) as found:
+        client = found.client()
+        got: list[Any] = []
+        async with trio.open_nursery() as nursery:
+
+            async def ask() -> None:
+                got.append(await client.ask(CHAT, LONG))
+
+            nursery.start_soon(ask)
+            await trio.sleep(0.1)
+            found.die(next(name for name, e in found.engines.items() if name[0] == "p" and e.core.running))
+        assert got[0].status == 200
+        assert pulled(await found.page("d")) > 300
+        (line,) = found.logged()
+        assert line["status"] == 200
+        found.quiet()
+
+
+async def test_prefill_is_gone_and_decode_does_it_all(autojump_clock: MockClock) -> None:
+    async with cluster(NIXL, {"p": dict(P), "d": dict(D)}) as found:
+        found.die("p")
+        got = await found.client().ask(CHAT, LONG)
+        assert got.status == 200
+        assert pulled(await found.page("d")) == 0
+        assert found.gateway.pipelines is not None
+        assert ("aggregated", "prefill_failed") in found.gateway.pipelines.counts
+        found.quiet()
+
+
+async def test_policy_fail_says_which_phase(autojump_clock: MockClock) -> None:
+    async with cluster(NIXL + "on_failure: {prefill_failed: fail}\n", {"p": dict(P), "d": dict(D)}) as found:
+        found.die("p")
+        got = await found.client().ask(CHAT, LONG)
+        assert got.status == 502
+        error = got.json()["error"]
+        assert error["code"] == "phase_failed"
+        assert error["message"].startswith("prefill failed")
+        (line,) = found.logged()
+        assert (line["status"], line["reason"]) == (502, "phase_failed")
+        found.quiet()
+
+
+async def test_decode_refuses_and_another_fetches_the_same_blocks(autojump_clock: MockClock) -> None:
+    async with cluster(NIXL, {"p": dict(P), "d1": dict(D), "d2": dict(D)}) as found:
+        got: list[Any] = []
+        async with trio.open_nursery() as nursery:
+
+            async def ask() -> None:
+                got.append(await found.client().ask(CHAT, LONG))
+
+            nursery.start_soon(ask)
+            await trio.sleep(0.1)  # prefill is at work; the pair was chosen
+            made = found.gateway.pipelines
+            assert made is not None
+            (job,) = set(made._jobs.values())
+            assert job.decision is not None
+            found.die(job.decision.decode.name)
+            other = "d2" if job.decision.decode.name == "d1" else "d1"
+        assert got[0].status == 200
+        assert pulled(await found.page(other)) > 300
+        assert metric(await found.page("p"), "vllm:prompt_tokens_total") < 500, "prefill computed it once"
+        found.quiet()
+
+
+async def test_no_decode_is_left_and_prefill_is_freed(autojump_clock: MockClock) -> None:
+    async with cluster(NIXL, {"p": dict(P), "d": dict(D)}) as found:
+        got: list[Any] = []
+        async with trio.open_nursery() as nursery:
+
+            async def ask() -> None:
+                got.append(await found.client().ask(CHAT, LONG))
+
+            nursery.start_soon(ask)
+            await trio.sleep(0.1)
+            found.die("d")
+        assert got[0].status == 503, got[0].body
+        found.quiet()
+
+
+@pytest.mark.parametrize("after", [0.1, 0.35, 0.40])
+@pytest.mark.parametrize("connector", ["kv-nixl", "kv-sglang"])
+async def test_a_client_that_leaves_ends_all_legs(connector: str, after: float, autojump_clock: MockClock) -> None:
+    pipeline = f"kv_connector: {connector}\ndisaggregate: always\n"
+    async with cluster(pipeline, {"p": dict(P), "d": {**D, "transfer_gbps": 1.0}}) as found:
+        client = found.client()
+        await client.request("POST", CHAT, {**LONG, "max_tokens": 500, "stream": True})
+        await trio.sleep(after)
+        client.close()
+        await trio.sleep(5.0)
+        for name, engine in found.engines.items():
+            assert engine.core.running == 0, name
+            assert engine.core.pinned == 0, f"{name} still holds blocks"
+        (line,) = found.logged()
+        assert line["reason"] == "client_gone"
+        found.quiet()

@@ -37,8 +37,9 @@ class Prefill:
     def run(self, ctx: Context) -> Work:
         ec_params = self.ec_connector.params(ctx)
         why = prompt_needs_one_engine(ctx)
+        lost: LegFailed | None = None
         for left in range(ctx.policy.attempts - 1, -1, -1):
-            chosen = yield from self._choose(ctx, why)
+            chosen = yield from self._choose(ctx, why, lost)
             ctx.chosen = chosen
             if not chosen.disaggregate:
                 yield Note("aggregated", {"why": chosen.why})
@@ -46,7 +47,7 @@ class Prefill:
             try:
                 yield from self._prefill(ctx, chosen, ec_params)
             except LegFailed as error:
-                failure = error.failure
+                lost, failure = error, error.failure
                 if error.clients_fault and failure.status != 429:
                     raise
                 if chosen.prefill is not None:
@@ -59,12 +60,12 @@ class Prefill:
                     raise
                 yield Note("decode_locally", {"why": failure.reason})
                 why = "prefill_failed"
-                ctx.chosen = yield from self._choose(ctx, why)
+                ctx.chosen = yield from self._choose(ctx, why, error)
             return None
         return None
 
-    def _choose(self, ctx: Context, why: str) -> Generator[Command, Reply, Chosen]:
-        """The pair. Where none is left after a failure, a decode endpoint alone, if the policy allows it."""
+    def _choose(self, ctx: Context, why: str, lost: LegFailed | None) -> Generator[Command, Reply, Chosen]:
+        """The pair. Where none is left after a failure (*lost*), a decode endpoint alone, if the policy allows it."""
         tokens = len(ctx.token_ids) if ctx.token_ids is not None else 0
         while True:
             reply = yield Choose(
@@ -79,7 +80,7 @@ class Prefill:
                 return reply
             assert isinstance(reply, Failed)
             if why or not ctx.failed or ctx.policy.prefill_failed == "fail":
-                raise LegFailed("prefill", reply)
+                raise lost or LegFailed("prefill", reply)
             why = "prefill_failed"
 
     def _prefill(self, ctx: Context, chosen: Chosen, ec_params: dict[str, Any]) -> Generator[Command, Reply, None]:
