@@ -63,9 +63,11 @@ class Cluster:
         assert self.gateway.metrics.bugs == 0, self.lines.data.decode()
 
 
-async def _host(engine: Engine, scope: trio.CancelScope, *, task_status: trio.TaskStatus[list[str]]) -> None:
+async def _host(engine: Engine, scope: trio.CancelScope, started: trio.Event) -> None:
     with scope:
-        await engine.serve(task_status=task_status)
+        async with trio.open_nursery() as nursery:
+            await nursery.start(engine.serve)
+            started.set()
 
 
 @asynccontextmanager
@@ -86,7 +88,9 @@ async def cluster(
                 lambda _: None,
             )
             scopes[name] = trio.CancelScope()
-            await nursery.start(_host, engine, scopes[name])
+            started = trio.Event()
+            nursery.start_soon(_host, engine, scopes[name], started)
+            await started.wait()
             made[name] = engine
             places.append(
                 {

@@ -181,6 +181,7 @@ async def test_no_decode_is_left_and_prefill_is_freed(autojump_clock: MockClock)
             await trio.sleep(0.1)
             found.die("d")
         assert got[0].status == 503, got[0].body
+        await trio.sleep(1)  # the release was tried, too
         found.quiet()
 
 
