@@ -38,7 +38,7 @@ from llmgw.endpoint import Endpoint, Model
 from llmgw.placement import explain
 from llmgw.placement.demand import Pending, natural
 from llmgw.placement.inventory import GIB, Inventory
-from llmgw.placement.snapshot import Exclusion, Node, Reservation, Snapshot
+from llmgw.placement.snapshot import Exclusion, Learned, Node, Reservation, Snapshot
 from llmgw.placement.solver import held, plan
 from llmgw.placement.verdict import Record
 
@@ -154,6 +154,30 @@ def strays(cluster: Cluster, seen: Mapping[str, Seen]) -> list[Reservation]:
     return found
 
 
+def learned(cluster: Cluster, seen: Mapping[str, Seen]) -> list[Learned]:
+    """What ready engines reported of their memory: the next placement of the same shape on the same type goes by it."""
+    found: dict[tuple[str, str, str], int] = {}
+    for name, known in seen.items():
+        if known.observed is None:
+            continue
+        types = {d.uuid: d.name for d in known.observed.inventory.devices}
+        for run in known.observed.runs:
+            replica = cluster.replicas.get(run.replica)
+            if (
+                replica is None
+                or replica.assignment is None
+                or run.epoch != replica.epoch
+                or name not in _nodes(replica)
+            ):
+                continue
+            if run.measured is None or run.measured.weights is None or not run.gpus or run.gpus[0] not in types:
+                continue
+            key = (run.model, replica.assignment.shape, types[run.gpus[0]])
+            most = max(run.measured.weights, found.get(key, 0))  # the heaviest rank counts
+            found[key] = most
+    return [Learned(model=m, shape=s, gpu=g, weights=w) for (m, s, g), w in sorted(found.items())]
+
+
 def snapshot(
     cluster: Cluster,
     specs: Mapping[str, ModelSpec],
@@ -190,6 +214,7 @@ def snapshot(
         nodes=tuple(nodes),
         reservations=(*reservations(cluster, specs, inflight or {}), *strays(cluster, seen)),
         exclusions=tuple(e for e in cluster.exclusions.values() if e.until is None or e.until > wall),
+        learned=(*(template.learned if template else ()), *learned(cluster, seen)),
         mix=tuple(sorted(mix.items())),
     )
 

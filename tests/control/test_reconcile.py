@@ -9,11 +9,12 @@ import msgspec
 import pytest
 
 from llmgw.control.nodes import accept
-from llmgw.control.observed import Failure, Sync
-from llmgw.control.reconcile import desired, endpoints, forget, release, retry
+from llmgw.control.observed import Failure, Measured, Sync
+from llmgw.control.reconcile import desired, endpoints, forget, release, retry, snapshot
 from llmgw.control.state import TRANSITIONS, NodeRecord, Seen, Settings
 from llmgw.endpoint import Model
-from llmgw.placement.demand import Shape
+from llmgw.placement.demand import Pending, Shape
+from llmgw.placement.solver import plan
 from tests.control.world import Agent, Sim, agents, model
 from tests.placement.clusters import H100, inventory
 
@@ -522,3 +523,18 @@ def test_a_model_edited_on_a_node_that_is_away() -> None:
     assert sim.states() == ["ready"]
     assert [d.flags for n in sim.agents for d in desired(sim.cluster, n)] == [("--x",)]
     assert sim.quiet()
+
+
+def test_what_engines_report_is_used_for_the_next_one() -> None:
+    sim = settled(Sim(agents(2), [model()]))
+    (node,) = where(sim, "m-1")
+    agent = sim.agents[node]
+    run = msgspec.structs.replace(agent.run(agent.engines["m-1"]), measured=Measured(weights=30 << 30))
+    observed = msgspec.structs.replace(agent.observed(), runs=(run,))
+    sim.seen[node] = msgspec.structs.replace(sim.seen[node], observed=observed)
+    shot = snapshot(sim.cluster, sim.specs, sim.seen, {}, sim.wall)
+    assert [(n.model, n.shape, n.gpu, n.weights) for n in shot.learned] == [("m", "tp4", H100[0], 30 << 30)]
+    (record,) = plan(shot, [Pending(replica="m-9", demand=model())])
+    (bill,) = {r.need for r in record.rows}
+    assert bill is not None
+    assert (bill.source, bill.weights) == ("measured", 30.0)
