@@ -28,6 +28,7 @@ from llmgw.endpoint import EndpointView
 from llmgw.metrics import Metrics, page
 from llmgw.request import PHASES, Refusal
 from llmgw.routing import explain
+from llmgw.routing.health import slow
 from llmgw.server.brain import Brain
 from llmgw.server.fleet import Place
 from llmgw.server.inspect import LONGEST, Profiler, task_tree
@@ -240,7 +241,13 @@ class Admin:
     async def endpoints(self, request: Request) -> Response:
         await trio.lowlevel.checkpoint()
         now = self._clock()
-        return self._list("endpoints", [self._describe(p, now) for p in self._fleet.places.values()])
+        found = [self._describe(p, now) for p in self._fleet.places.values()]
+        for one in found:
+            mine = {m["name"] for m in one["models"]}
+            pool = [o["prefill_rate"] for o in found if mine & {m["name"] for m in o["models"]}]
+            share = slow(one["prefill_rate"], pool)
+            one["slow"] = None if share is None else round(share, 2)
+        return self._list("endpoints", found)
 
     async def endpoint(self, request: Request) -> Response:
         await trio.lowlevel.checkpoint()

@@ -42,9 +42,9 @@ from llmgw.request import (
 )
 from llmgw.routing import explain
 from llmgw.routing.decision import Decision
+from llmgw.routing.health import Event
 from llmgw.routing.policy import canary
 from llmgw.server.fleet import Fleet, Place
-from llmgw.server.health import Event
 from llmgw.server.retries import Poison, RetryBudget
 
 if TYPE_CHECKING:
@@ -477,9 +477,13 @@ class Brain:
         """What the end says about the endpoint. Failures before the first byte were judged by `retry`."""
         if outcome.first is None:
             return
+        status = outcome.upstream_status or 200
         if not outcome.reason:
-            if (outcome.upstream_status or 200) < 500:
+            if status < 500:
                 self.fleet.happened(place, "served")
+            elif status not in (501, 503):  # what it cannot do, or not now
+                place.slot.failures += 1
+                self.fleet.happened(place, "broke", f"it answered {status}")
         elif outcome.reason in ("upstream_closed", "upstream_protocol", "idle_timeout"):
             place.slot.failures += 1
             self.fleet.happened(place, "broke", outcome.reason)

@@ -22,9 +22,9 @@ from llmgw.logs import Level, Log
 from llmgw.metrics import EndpointSlot, Metrics
 from llmgw.request import InferenceRequest, Outcome, Target
 from llmgw.routing.decision import Decision
+from llmgw.routing.health import Event, Health, may_eject, step
 from llmgw.routing.report import Reading
 from llmgw.routing.router import Router
-from llmgw.server.health import Event, Health, step
 from llmgw.server.targets import target
 
 
@@ -198,7 +198,8 @@ class Fleet:
             place.alive = now
             if before.state == "ready":
                 return
-        place.health = step(before, event, now, self._failures, why)
+        eject = before.state != "degraded" or event == "connect_failed" or self._may_eject(place)
+        place.health = step(before, event, now, self._failures, why, eject=eject)
         if event == "probe_failed":
             self.on_failed_probe(place)
         if place.health.state == before.state:
@@ -218,6 +219,11 @@ class Fleet:
         self._tell(place)
         if place.changed and before.serving and not place.health.serving:
             place.changed()  # ask at once whether it is back
+
+    def _may_eject(self, place: Place) -> bool:
+        mine = {m.name for m in place.endpoint.models}
+        pool = [p for p in self._order if mine & {m.name for m in p.endpoint.models}]
+        return may_eject(len(pool), sum(p.health.state == "quarantined" for p in pool))
 
     # -- what they have of ours ----------------------------------------------------------------------------------
 

@@ -16,8 +16,8 @@ from llmgw.config import Probe
 from llmgw.endpoint import Model
 from llmgw.errors import Unavailable
 from llmgw.net.client import Answer, Client, Unreachable
+from llmgw.routing.health import Event, overlooks, pause
 from llmgw.server.fleet import Fleet, Place
-from llmgw.server.health import Event, overlooks, pause
 from llmgw.server.targets import target
 from llmgw.server.watching import each_place
 

@@ -273,7 +273,7 @@ def test_refused_requests_are_counted_and_health_checks_are_not_logged() -> None
         ({"status": 499, "reason": "client_gone", "first": 1.0}, "ready"),
         ({"status": 200, "reason": "upstream_closed", "first": 1.0}, "degraded"),
         ({"status": 200, "reason": "generation_timeout", "first": 1.0}, "ready"),
-        ({"status": 500, "upstream_status": 500, "first": 1.0}, "ready"),
+        ({"status": 500, "upstream_status": 500, "first": 1.0}, "degraded"),
         ({"status": 502, "reason": "upstream_closed"}, "ready"),  # judged by retry already
     ],
 )
@@ -540,3 +540,12 @@ def test_a_reload_keeps_what_an_endpoint_has() -> None:
     one.fleet.replace("static", everyone[:1])
     one.fleet.replace("static", everyone)
     assert (one.counts("a")[0], one.counts("b")[0]) == (2, 2)
+
+
+def test_an_engine_that_answers_500_again_and_again_is_ejected_but_never_more_than_half() -> None:
+    one = bench("a=http://a:1=m", "b=http://b:1=m", "c=http://c:1=m", "d=http://d:1=m")
+    one.ready()
+    for _ in range(40):
+        one.settle(one.lease(), 500, "", first=one.clock[0], upstream_status=500)
+    states = sorted(p.health.state for p in one.fleet.places.values())
+    assert states == ["degraded", "degraded", "quarantined", "quarantined"]

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from llmgw.endpoint import Snapshot
 from llmgw.routing.field import Query
-
-SERVING = frozenset({"ready", "degraded"})
+from llmgw.routing.health import SERVING
 
 
 class Healthy:

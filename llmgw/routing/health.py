@@ -4,12 +4,17 @@
     joining      no          probe_ok ──► ready · anything else: stays (an engine loads for minutes; it is waited for)
     ready        yes         connect_failed ──► quarantined · probe_failed, broke ──► degraded
     degraded     yes         probe_ok, served ──► ready · connect_failed ──► quarantined
-                             probe_failed, broke: the `failures`-th in a row ──► quarantined
+                             probe_failed, broke: the `failures`-th in a row ──► quarantined, if it may be ejected
     quarantined  no          probe_ok ──► ready · anything else: stays
     draining     no          undrain ──► joining · anything else: stays (an operator said so)
 
 Invariants: *failures* counts what went wrong since the last sign of health, and is 0 in `ready`; *since* changes with the
 state and only with it; *why* says in words what went wrong last, and is empty in `ready`.
+
+*broke*: a stream that was cut, an answer that was no HTTP, a 5xx of the engine's own. At most `EJECTED` of a pool is
+quarantined for what is only suspicion (`may_eject`): where half the engines look broken the fault is likely elsewhere, and
+the other half could not carry the load. Slowness is no event either: routing measures speed, and a slow engine gets
+its share of the work; `slow` names it.
 
 A refused connection ejects at once: nobody listens there. A slow or broken answer does not, for it may be the request's
 fault. What the client caused (4xx) is no event at all. A probe that finds no time to answer while tokens flow is no
@@ -18,6 +23,7 @@ failure either: the caller asks `overlooks`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import attrs
@@ -46,8 +52,29 @@ class Health:
         return self.state in SERVING
 
 
-def step(health: Health, event: Event, now: float, limit: int, why: str = "") -> Health:
-    """The next state. *limit*: failures in a row that `degraded` survives not."""
+EJECTED = 0.5
+"""Share of a pool that may be quarantined on suspicion; of a pool of one, one."""
+
+SLOW = 0.5
+"""Of the median speed of its pool: who is below is named slow. Mixed GPU types are a factor of 2 to 4 apart."""
+
+
+def may_eject(size: int, quarantined: int) -> bool:
+    """Whether one more of a pool of *size*, of which so many are *quarantined*, may go."""
+    return quarantined < max(1, int(size * EJECTED))
+
+
+def slow(speed: float | None, pool: Sequence[float | None]) -> float | None:
+    """*speed* ÷ the median of its *pool* where that is below `SLOW`; None: not slow, or unknown."""
+    known = sorted(s for s in pool if s is not None)
+    if speed is None or len(known) < 3:
+        return None
+    share = speed / known[len(known) // 2]
+    return share if share < SLOW else None
+
+
+def step(health: Health, event: Event, now: float, limit: int, why: str = "", *, eject: bool = True) -> Health:
+    """The next state. *limit*: failures in a row that `degraded` survives not. *eject*: see `may_eject`."""
     state = health.state
     if event == "drain":
         return health if state == "draining" else Health(now, "draining", 0, why or "drained by an operator")
@@ -62,9 +89,9 @@ def step(health: Health, event: Event, now: float, limit: int, why: str = "") ->
     failures = health.failures + 1
     if state in ("joining", "quarantined"):
         return attrs.evolve(health, failures=failures, why=why)
-    if event == "connect_failed" or failures >= limit:
+    if event == "connect_failed" or (failures >= limit and eject):
         return Health(now, "quarantined", failures, why)
-    return Health(health.since if state == "degraded" else now, "degraded", failures, why)
+    return Health(health.since if state == "degraded" else now, "degraded", min(failures, limit - 1), why)
 
 
 def pause(health: Health, interval: float, longest: float, jitter: float) -> float:

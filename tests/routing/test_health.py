@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmgw.endpoint import Health as State
-from llmgw.server.health import SERVING, Event, Health, overlooks, pause, step
+from llmgw.routing.health import SERVING, Event, Health, may_eject, overlooks, pause, slow, step
 
 LIMIT = 3
 
@@ -77,3 +77,26 @@ def test_an_engine_that_gives_tokens_may_be_late_with_its_probe() -> None:
     assert overlooks(96.0, 100.0, 5.0)
     assert not overlooks(94.0, 100.0, 5.0)
     assert not overlooks(None, 100.0, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("size", "gone", "may"), [(1, 0, True), (1, 1, False), (2, 1, False), (8, 3, True), (8, 4, False)]
+)
+def test_at_most_half_a_pool_is_ejected_on_suspicion(size: int, gone: int, may: bool) -> None:
+    assert may_eject(size, gone) is may
+
+
+def test_who_may_not_be_ejected_stays_degraded_until_it_is_well_or_refuses() -> None:
+    health = step(Health(0.0), "probe_ok", 1.0, LIMIT)
+    for _ in range(9):
+        health = step(health, "broke", 2.0, LIMIT, "cut", eject=False)
+    assert health.state == "degraded"
+    assert step(health, "connect_failed", 3.0, LIMIT, "refused", eject=False).state == "quarantined"
+    assert step(health, "broke", 3.0, LIMIT, "cut").state == "quarantined"
+
+
+def test_a_slow_engine_is_named_in_a_pool_that_has_a_median() -> None:
+    assert slow(2_500.0, [10_000.0, 9_000.0, 2_500.0, None]) == pytest.approx(2_500 / 9_000)
+    assert slow(6_000.0, [10_000.0, 9_000.0, 6_000.0]) is None
+    assert slow(None, [1.0, 2.0, 3.0]) is None
+    assert slow(1.0, [1.0, 100.0]) is None
