@@ -179,23 +179,22 @@ def parse(text: str, file: str = "") -> Scenario:
     return scenario
 
 
+def built_in() -> list[str]:
+    """Names of the scenarios that come with it."""
+    return sorted(entry.name.removesuffix(".yaml") for entry in files(__package__).joinpath("scenarios").iterdir())
+
+
 def load(path: str) -> Scenario:
     """The scenario in the file at *path*, or the built-in one of that name. Paths of traces are relative to it."""
     found = Path(path)
-    if (
-        not found.exists()
-        and found.name == path
-        and (built_in := files(__package__).joinpath("scenarios", f"{path}.yaml")).is_file()
-    ):
-        found = Path(str(built_in))
+    if path in built_in() and not found.exists():
+        found = Path(str(files(__package__).joinpath("scenarios", f"{path}.yaml")))
     try:
         text = found.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        known = sorted(entry.name.removesuffix(".yaml") for entry in files(__package__).joinpath("scenarios").iterdir())
-        raise ConfigError(
-            [Problem(f"scenario {path!r} cannot be read: {reason}; built in: {', '.join(known)}")]
-        ) from None
+        known = ", ".join(built_in())
+        raise ConfigError([Problem(f"scenario {path!r} cannot be read: {reason}; built in: {known}")]) from None
     scenario = parse(text, str(found))
     loads = [
         attrs.evolve(one, file=str(found.parent / one.file)) if one.file and not Path(one.file).is_absolute() else one
