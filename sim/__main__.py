@@ -16,6 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from llmgw.errors import ConfigError, Problem
 
 from . import report, scenario
+from .records import Result
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -33,8 +34,16 @@ def scenarios() -> None:
 @main.command()
 @click.argument("scenario_file", metavar="SCENARIO")
 @click.option("--seed", type=int, help="Instead of the scenario's.")
-@click.option("--level", type=click.Choice(["http", "decisions"]), default="http", show_default=True, help="Real gateway and HTTP, or engine cores and round robin alone.")
-@click.option("--report", "folder", type=click.Path(file_okay=False, path_type=Path), help="Write report.json and plots there.")
+@click.option(
+    "--level",
+    type=click.Choice(["http", "decisions"]),
+    default="http",
+    show_default=True,
+    help="Real gateway and HTTP, or engine cores and round robin alone.",
+)
+@click.option(
+    "--report", "folder", type=click.Path(file_okay=False, path_type=Path), help="Write report.json and plots there."
+)
 @click.option("--plots/--no-plots", default=True, help="Plots need matplotlib.")
 def run(scenario_file: str, seed: int | None, level: str, folder: Path | None, plots: bool) -> None:
     """Run SCENARIO: a file, or the name of one that comes with it."""
@@ -55,7 +64,9 @@ def run(scenario_file: str, seed: int | None, level: str, folder: Path | None, p
     report.show(chosen, number, level, result, wall, console)
     if result.problems:
         program = "llmgw.rehearse" if __package__ == "llmgw.rehearse" else "sim"
-        click.echo(f"to see it again: python -m {program} run {scenario_file} --seed {number} --level {level}", err=True)
+        click.echo(
+            f"to see it again: python -m {program} run {scenario_file} --seed {number} --level {level}", err=True
+        )
         sys.exit(1)
 
 
@@ -67,7 +78,7 @@ def _write(folder: Path, text: bytes) -> None:
         raise ConfigError([Problem(f"cannot write to {folder}: {error.strerror}", where="--report")]) from None
 
 
-def _run(chosen: scenario.Scenario, seed: int, level: str) -> report.Result:
+def _run(chosen: scenario.Scenario, seed: int, level: str) -> Result:
     total = max(load.start + load.duration for load in chosen.load)
     bar = Progress(
         TextColumn("{task.description}"),

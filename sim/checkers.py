@@ -18,6 +18,7 @@ import attrs
 
 from llmgw import reasons
 
+from .clients import ENGINE_ERROR
 from .records import Record, Result
 from .scenario import Scenario
 
@@ -92,6 +93,8 @@ def _one(
     if record.reason == "client_gone":
         if line.get("reason") not in ("client_gone", "", None):
             seen["gone_while_failing"] += 1
+    elif record.reason == ENGINE_ERROR:
+        seen["engine_error"] += 1
     elif record.reason and record.reason not in reasons.BY_CODE:
         bad("reason", f"{name}: {record.reason!r} (status {record.status}) is no reason of the closed set")
     elif record.reason != line.get("reason", ""):
@@ -121,6 +124,8 @@ def _one(
             bad("tokens", f"{name}: the log says {line['completion_tokens']} tokens, its client read {record.tokens}")
         if entry["finish"] not in ("length", "stop"):
             bad("journal", f"{name}: served, but {engine} says it ended by {entry['finish']!r}")
+    if record.reason == ENGINE_ERROR and entry["finish"] != "error":
+        bad("reason", f"{name}: an error of the engine, but {engine} says it ended by {entry['finish']!r}")
     if record.reason == "client_gone" and entry["finish"] in ("abort", "length", "stop"):
         seen["aborted"] += entry["finish"] == "abort"
 

@@ -210,13 +210,17 @@ class Line:
         return b"".join(self._text).decode()
 
 
+ENGINE_ERROR = "engine_error"
+"""An error that the engine itself said, with a number for a code, and the gateway passed on."""
+
+
 def _reason_of(body: bytes) -> str:
     """The code of an error body; what cannot be read is no reason of ours."""
     try:
         code = msgspec.json.decode(body)["error"]["code"]
     except (msgspec.DecodeError, KeyError, TypeError):
         return "unreadable_error"
-    return str(code)
+    return ENGINE_ERROR if isinstance(code, int) else str(code)
 
 
 class Clients:

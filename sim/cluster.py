@@ -89,33 +89,11 @@ class Cluster:
         self._start = 0.0
         self.sessions = sessions_of(scenario, seed)
 
-    def config(self) -> config.Server:
-        """The server's configuration: the scenario's parts, and an endpoint for each engine."""
-        endpoints = [
-            {
-                "name": name,
-                "url": f"http://{name}:{PORT}",
-                "models": [group.model],
-                "phases": list(group.phases),
-                **({"fabrics": list(group.fabrics)} if group.fabrics else {}),
-                "engine": "sim",
-            }
-            for name, group in self.scenario.groups()
-        ]
-        given = {
-            "version": 1,
-            "listeners": [{"address": f"{GATEWAY}:8080"}],
-            "admin": {"addresses": []},
-            **self.scenario.server,
-            "endpoints": endpoints,
-        }
-        return config.parse(yaml.safe_dump(given, sort_keys=False), f"server of scenario {self.scenario.name}")
-
     def note(self, what: str) -> None:
         self.result.seen[what] += 1
 
     async def run(self) -> Result:
-        server = self.config()
+        server = server_of(self.scenario)
         tasks, descriptors = _tasks(), _descriptors()
         async with trio.open_nursery() as everything:
             network = Network(self.seed, everything, self.scenario.latency)
@@ -309,6 +287,29 @@ class Cluster:
                 host.engine.mute = False
 
         return unmute
+
+
+def server_of(scenario: Scenario) -> config.Server:
+    """The server's configuration: the scenario's parts, and an endpoint for each engine."""
+    endpoints = [
+        {
+            "name": name,
+            "url": f"http://{name}:{PORT}",
+            "models": [group.model],
+            "phases": list(group.phases),
+            **({"fabrics": list(group.fabrics)} if group.fabrics else {}),
+            "engine": "sim",
+        }
+        for name, group in scenario.groups()
+    ]
+    given = {
+        "version": 1,
+        "listeners": [{"address": f"{GATEWAY}:8080"}],
+        "admin": {"addresses": []},
+        **scenario.server,
+        "endpoints": endpoints,
+    }
+    return config.parse(yaml.safe_dump(given, sort_keys=False), f"server of scenario {scenario.name}")
 
 
 def _mend(links: list[Link], latency: float) -> None:

@@ -32,7 +32,7 @@ Policy = Callable[[Snapshot, InferenceRequest], "str | Refusal | None"]
 BLOCK_TOKENS = 128
 """Tokens a block of `InferenceRequest.blocks`: what 512 bytes of English are."""
 ATTEMPTS = 3
-"""Engines that one request is sent to, at most, when those before died under it."""
+"""Engines that one request is sent to, at most, while nobody listens there."""
 
 
 @attrs.frozen
@@ -240,7 +240,7 @@ class _Rehearsal:
         ask.record.endpoint = live.spec.name
         if live.dead:
             live.known_dead = True
-            self.retry(ask, "connect_failed")
+            self.retry(ask)
             return
         job = Job(id=ask.request.id, prompt=ask.tokens, output=ask.output, max_tokens=ask.turn.output)
         if why := live.core.reject(job):
@@ -256,9 +256,10 @@ class _Rehearsal:
         self.tell("sent", live.spec.name, ask.request, self.now)
         self.step(live)
 
-    def retry(self, ask: _Ask, reason: str) -> None:
+    def retry(self, ask: _Ask) -> None:
+        """Nobody listens where it was sent."""
         if ask.attempts >= ATTEMPTS:
-            self.close(ask, reason)
+            self.close(ask, "connect_failed")
             return
         self.result.seen["retried"] += 1
         self.decide(ask)
@@ -424,18 +425,15 @@ class _Rehearsal:
             live.muted = False
 
     def die(self, live: _Live) -> None:
-        """The engine is gone with all that it held; whoever has seen a token has lost the rest."""
+        """The engine is gone with all that it held."""
         asks = list(live.asks.values())
         live.core = EngineCore(live.spec.options.shape(), live.spec.options.step_model())
         live.epoch += 1
         live.dead, live.stepping, live.stalled = True, False, False
         live.known_dead = True
-        for ask in asks:
+        for ask in asks:  # the engine may have begun: none of them may be sent again
             self.leave(live, ask)
-            if ask.record.tokens:
-                self.close(ask, "upstream_closed")
-            else:
-                self.retry(ask, "upstream_closed")
+            self.close(ask, "upstream_closed")
 
 
 def _start(spec: EngineSpec) -> _Live:

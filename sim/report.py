@@ -75,7 +75,19 @@ def document(scenario: Scenario, seed: int, level: str, result: Result) -> dict[
 
 def _row(record: Record) -> list[Any]:
     r = record
-    return [r.id, r.endpoint, r.status, r.reason, r.at, r.ttft, r.itl, r.end, r.prompt_tokens, r.cached_tokens, r.tokens]
+    return [
+        r.id,
+        r.endpoint,
+        r.status,
+        r.reason,
+        r.at,
+        r.ttft,
+        r.itl,
+        r.end,
+        r.prompt_tokens,
+        r.cached_tokens,
+        r.tokens,
+    ]
 
 
 def encode(report: dict[str, Any]) -> bytes:
@@ -108,12 +120,19 @@ def show(scenario: Scenario, seed: int, level: str, result: Result, wall: float,
         hits = e["cached_tokens"] / e["prompt_tokens"] if e["prompt_tokens"] else float("nan")
         busy = e["busy"] / result.end if result.end else float("nan")
         engines.add_row(
-            name, str(requests[name]), str(int(e["generation_tokens"])), _share(busy), _share(hits), str(int(e["preemptions"]))
+            name,
+            str(requests[name]),
+            str(int(e["generation_tokens"])),
+            _share(busy),
+            _share(hits),
+            str(int(e["preemptions"])),
         )
     console.print(engines)
     if s["refused"]:
         console.print("not served: " + ", ".join(f"{reason} {count}" for reason, count in s["refused"].items()))
-    console.print("reached: " + (", ".join(f"{what} {n}" for what, n in sorted(result.seen.items()) if n) or "nothing of note"))
+    console.print(
+        "reached: " + (", ".join(f"{what} {n}" for what, n in sorted(result.seen.items()) if n) or "nothing of note")
+    )
     for problem in result.problems:
         console.print(f"[red]problem:[/] {problem}", highlight=False)
 
@@ -151,13 +170,23 @@ def plot(scenario: Scenario, result: Result, folder: Path) -> list[Path]:
     ):
         for name in sorted(result.engines):
             own = [sample for sample in result.samples if sample.engine == name]
-            axis.plot([s.at for s in own], [getattr(s, field) for s in own], label=name if len(result.engines) <= 8 else None)
+            axis.plot(
+                [s.at for s in own], [getattr(s, field) for s in own], label=name if len(result.engines) <= 8 else None
+            )
         axis.set_title(label)
         if len(result.engines) <= 8:
             axis.legend()
     axis = axes[2][1]
-    good = window(result.records, width, lambda r: float(r.served and r.ttft <= scenario.slo.ttft and not r.itl > scenario.slo.itl))
-    hits = window(result.records, width, lambda r: r.cached_tokens / r.prompt_tokens if r.served and r.prompt_tokens else float("nan"))
+    good = window(
+        result.records,
+        width,
+        lambda r: float(r.served and r.ttft <= scenario.slo.ttft and not r.itl > scenario.slo.itl),
+    )
+    hits = window(
+        result.records,
+        width,
+        lambda r: r.cached_tokens / r.prompt_tokens if r.served and r.prompt_tokens else float("nan"),
+    )
     refused = window(result.records, width, lambda r: float(not r.served))
     for series, label in ((good, "good under SLO"), (hits, "cache hits"), (refused, "not served")):
         axis.plot([at for at, _ in series], [sum(values) / len(values) for _, values in series], label=label)

@@ -143,18 +143,26 @@ def test_refusals_keep_their_reason() -> None:
     assert {record.status for record in result.records} == {429}
 
 
-def test_an_engine_that_dies_takes_streams_with_it_and_others_are_retried() -> None:
-    faults = [Fault(at=5.0, kind="restart", target="e0", lasts=5.0)]
+def test_an_engine_that_dies_takes_its_requests_with_it_and_new_ones_go_elsewhere() -> None:
+    faults = [Fault(at=5.3, kind="restart", target="e0", lasts=5.0)]
     load = Load(rate=40.0, duration=15.0, prompt_tokens=2000, output_tokens=50)
 
     result = run(shortest, load, 2, faults=faults)
 
     lost = [record for record in result.records if not record.served]
     assert lost
-    assert all(record.reason == "upstream_closed" and record.first <= 5.0 <= record.end for record in lost)
-    assert result.seen["retried"] > 0
+    assert all(record.reason == "upstream_closed" and record.at <= 5.3 == record.end for record in lost)
     assert any(record.endpoint == "e0" and record.at > 11 for record in result.records)
-    assert not any(record.endpoint == "e0" and 5.1 < record.at < 9.9 for record in result.records)
+    assert not any(record.endpoint == "e0" and 5.3 < record.at < 10.3 for record in result.records)
+
+
+def test_a_policy_that_insists_on_a_dead_engine_is_asked_three_times() -> None:
+    load = Load(rate=5.0, duration=5.0, prompt_tokens=10, output_tokens=5)
+
+    result = run(first, load, 2, faults=[Fault(at=0.0, kind="kill", target="e0")])
+
+    assert result.summary()["refused"] == {"connect_failed": len(result.records)}
+    assert result.seen["retried"] == 2 * len(result.records)
 
 
 def test_a_stalled_and_a_slow_engine() -> None:

@@ -1,0 +1,237 @@
+"""The http level: the real gateway and engines, in virtual time."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+from llmgw.units import Tcp
+from sim import policies
+from sim.cluster import run
+from sim.determinism import SHUFFLER, SWITCH, deterministic
+from sim.network import Network
+from sim.report import document, encode
+from sim.scenario import Scenario, load, parse
+
+ROOT = Path(__file__).parents[2]
+
+
+def scenario(text: str) -> Scenario:
+    return parse("version: 1\n" + text)
+
+
+def test_the_smoke_scenario() -> None:
+    result = run(load("smoke"))
+
+    assert result.problems == []
+    summary = result.summary()
+    assert summary["served"] > 150
+    assert set(summary["refused"]) <= {"upstream_closed", "connect_failed", "none_healthy"}
+    assert sum(engine["generation_tokens"] for engine in result.engines.values()) >= summary["tokens"]
+
+
+ALIKE = """
+name: alike
+engines:
+  - {name: fast, count: 2, hardware: h100-8b}
+  - {name: slow, count: 2, hardware: l40s-8b, max_model_len: 8192}
+load:
+  - {kind: poisson, rate: 8, duration: 20s, prompt_tokens: 400, output_tokens: 60, output_spread: 0.4}
+"""
+
+
+def test_both_levels_choose_alike_and_tell_alike() -> None:
+    one = scenario(ALIKE)
+    http, decisions = run(one), policies.run(one, one.seed)
+
+    assert http.problems == decisions.problems == []
+    chosen = {record.id: record.endpoint for record in http.records}
+    same = sum(chosen[record.id] == record.endpoint for record in decisions.records)
+    assert len(decisions.records) == len(chosen)
+    assert same / len(chosen) >= 0.95
+    a, b = http.summary(), decisions.summary()
+    assert a["tokens"] == b["tokens"]
+    for figure in ("ttft_p50", "itl_p50", "itl_p99", "e2e_p50", "e2e_p99"):
+        assert a[figure] == pytest.approx(b[figure], rel=0.1), figure
+
+
+TROUBLE = """
+name: trouble
+seed: 7
+engines:
+  - {name: gpu, count: 3, decode_tps: 50, max_num_seqs: 16, num_gpu_blocks: 400, max_model_len: 4096, fail_rate: 0.03, failure_mode: error}
+load:
+  - {name: chat, kind: poisson, rate: 2, duration: 30s, turns: 3, think: 1s, prompt_tokens: 150, output_tokens: 40, prefix_groups: 2, prefix_tokens: 320}
+  - {name: rude, kind: poisson, rate: 2, duration: 30s, prompt_tokens: 100, output_tokens: 200, patience: 2s}
+  - {name: whole, kind: closed, clients: 3, duration: 30s, prompt_tokens: 50, output_tokens: 30, stream: false}
+faults:
+  - {at: 4s, kind: slow, target: gpu-0, factor: 3, lasts: 5s}
+  - {at: 8s, kind: link, target: gpu-1, latency: 50ms, lasts: 4s}
+  - {at: 10s, kind: stall, target: gpu-2, lasts: 3s}
+  - {at: 14s, kind: mute, target: gpu-0, lasts: 3s}
+  - {at: 16s, kind: link, target: gpu-1, mode: clog, lasts: 2s}
+  - {at: 20s, kind: link, target: gpu-1, mode: cut, lasts: 2s}
+  - {at: 22s, kind: skew, target: "*", seconds: -30, lasts: 3s}
+  - {at: 25s, kind: restart, target: gpu-2, lasts: 2s}
+server:
+  probe: {interval: 1s, failures: 2}
+expect: [hit, hung_up, aborted, engine_queue, engine_error, slow, stall, mute, link, restart]
+"""
+
+
+def test_books_agree_whatever_goes_wrong() -> None:
+    result = run(scenario(TROUBLE))
+
+    assert result.problems == []
+    assert result.summary()["served"] > 100
+
+
+REPEAT = """
+import sys
+from sim.cluster import run
+from sim.report import document, encode
+from sim.scenario import parse
+scenario = parse(open(sys.argv[1]).read())
+sys.stdout.buffer.write(encode(document(scenario, scenario.seed, "http", run(scenario))))
+"""
+
+
+def reports(tmp_path: Path, seeds: list[int]) -> list[bytes]:
+    path = tmp_path / "scenario.yaml"
+    path.write_text(TROUBLE.replace("30s", "10s"))
+    found = []
+    for seed in seeds:
+        environment = {**os.environ, "PYTHONHASHSEED": str(seed), "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-c", REPEAT, str(path)]
+        found.append(subprocess.run(command, env=environment, cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout)
+    return found
+
+
+def test_the_same_seed_gives_the_same_report_to_the_byte(tmp_path: Path) -> None:
+    one, two = reports(tmp_path, [1, 2])
+
+    assert len(one) > 10_000
+    assert one == two
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_the_same_report_ten_times_with_burners_beside_it(tmp_path: Path) -> None:
+    burners = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+    try:
+        found = reports(tmp_path, list(range(10)))
+    finally:
+        for burner in burners:
+            burner.kill()
+            burner.wait()
+
+    assert len(set(found)) == 1
+
+
+def test_another_seed_gives_another_report() -> None:
+    one = scenario(ALIKE.replace("20s", "3s"))
+
+    first, second = (encode(document(one, seed, "http", run(one, seed))) for seed in (1, 2))
+
+    assert first != second
+
+
+# Determinism: trio's names
+
+
+def test_trio_still_has_the_two_names() -> None:
+    assert hasattr(trio._core._run, SWITCH)
+    assert hasattr(trio._core._run, SHUFFLER)
+
+
+def test_the_order_of_tasks_is_a_function_of_the_seed() -> None:
+    def order(seed: int) -> list[int]:
+        found: list[int] = []
+
+        async def main() -> None:
+            async def one(number: int) -> None:
+                await trio.lowlevel.checkpoint()
+                found.append(number)
+
+            async with trio.open_nursery() as nursery:
+                for number in range(20):
+                    nursery.start_soon(one, number)
+
+        with deterministic(seed):
+            trio.run(main)
+        return found
+
+    assert order(1) == order(1)
+    assert len({tuple(order(seed)) for seed in range(10)}) == 10
+
+
+# Links
+
+
+async def exchange(network: Network) -> float:
+    """Seconds from sending a byte to the echo of it, over the link to `far`."""
+    sock = await network.host("near").dial(Tcp("far", 1))
+    try:
+        start = trio.current_time()
+        sock.send(b"x")
+        await trio.lowlevel.wait_readable(sock)
+        if sock.recv(10) != b"x":
+            return float("inf")
+        return trio.current_time() - start
+    finally:
+        sock.close()
+
+
+async def echo(network: Network, *, task_status: Any = trio.TASK_STATUS_IGNORED) -> None:
+    listener = (await network.host("far").listen(Tcp("far", 1)))[0]
+    task_status.started()
+    try:
+        while True:
+            await trio.lowlevel.wait_readable(listener)
+            sock, _ = listener.accept()
+            sock.setblocking(False)
+            await trio.lowlevel.wait_readable(sock)
+            with contextlib.suppress(OSError):  # the link may be cut by now
+                sock.send(sock.recv(10))
+            sock.close()
+    finally:
+        listener.close()
+
+
+async def test_a_link_adds_latency_clogs_and_is_cut(autojump_clock: MockClock) -> None:
+    async with trio.open_nursery() as nursery:
+        network = Network(1, nursery)
+        await nursery.start(echo, network)
+        assert await exchange(network) == 0.0
+        link = network.link("far")
+        link.wired = True
+        link.change(latency=0.25)
+        assert await exchange(network) == pytest.approx(0.5)
+
+        link.change(latency=0.0, clogged=True)
+
+        async def unclog() -> None:
+            await trio.sleep(7)
+            link.change(clogged=False)
+
+        nursery.start_soon(unclog)
+        assert await exchange(network) == pytest.approx(7.0)
+
+        async def cut() -> None:
+            await trio.sleep(3)
+            link.change(cut=True)
+
+        link.change(clogged=True)
+        nursery.start_soon(cut)
+        assert await exchange(network) == float("inf")
+        with pytest.raises(OSError, match="cut"):
+            await exchange(network)
+        nursery.cancel_scope.cancel()
