@@ -157,7 +157,8 @@ class Cluster:
 
         async def life(*, task_status: trio.TaskStatus[list[str]]) -> None:
             with scope:
-                await engine.serve(task_status=task_status)
+                async with trio.open_nursery() as inside:
+                    task_status.started(await inside.start(engine.serve))
 
         await nursery.start(life)
 
