@@ -183,10 +183,11 @@ class Cluster:
         for relay in gateway.relays:
             if relay.inflight:
                 found.append(f"gateway: {relay.inflight} exchanges at the end")
-        for view, endpoint in zip(gateway.fleet.snapshot().views, gateway.fleet.snapshot().endpoints, strict=True):
+        fleet = gateway.fleet
+        for place, view in zip(fleet.places.values(), fleet.router.snapshot(trio.current_time()).views, strict=True):
             for what in ("inflight", "prefill_tokens", "decode_tokens"):
                 if value := getattr(view, what):
-                    found.append(f"gateway: {what} of {endpoint.name} is {value} at the end")
+                    found.append(f"gateway: {what} of {place.endpoint.name} is {value} at the end")
         return found
 
     def _note_engines(self) -> None:

@@ -6,6 +6,7 @@ it is told by the rehearsal.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable
 
 import attrs
@@ -15,6 +16,7 @@ from llmgw.endpoint import Report, Snapshot
 from llmgw.logs import Log
 from llmgw.metrics import Metrics
 from llmgw.request import Failure, InferenceRequest, Lease, Outcome, Page, Refusal, Wait
+from llmgw.routing.router import Router
 from llmgw.server.brain import Brain
 from llmgw.server.fleet import Fleet
 
@@ -28,11 +30,19 @@ from .scenario import Scenario
 class BrainPolicy:
     """`llmgw.server.brain` as a policy. Also the mover's end of it: what was told to wait is granted here."""
 
-    def __init__(self, config: Server) -> None:
+    def __init__(self, config: Server, seed: int) -> None:
         self.now = 0.0
         self.log = Log(MemoryLog(), lambda: EPOCH + self.now, requests=False)
         metrics = Metrics()
-        self.fleet = Fleet(metrics, self.log, lambda: self.now, failures=config.probe.failures, policies=config.models)
+        router = Router(random.Random(f"{seed}/gateway").random, 0.0, config.routing.profiles)
+        self.fleet = Fleet(
+            metrics,
+            self.log,
+            lambda: self.now,
+            failures=config.probe.failures,
+            policies=config.models,
+            router=router,
+        )
         self.brain = Brain(config, self.fleet, metrics, self.log, lambda: self.now, created=EPOCH)
         self.brain.movers = [self]
         self.fleet.replace("static", tuple(one.endpoint() for one in config.endpoints))
@@ -126,7 +136,7 @@ def run(scenario: Scenario, seed: int) -> Result:
     return rehearse(
         engines,
         sessions_of(scenario, seed),
-        BrainPolicy(server_of(scenario)),
+        BrainPolicy(server_of(scenario), seed),
         faults=scenario.faults,
         seed=seed,
         report_every=scenario.sample,

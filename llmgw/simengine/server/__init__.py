@@ -6,20 +6,17 @@ await nursery.start(partial(serve, Options(listen=("127.0.0.1:0",)), RealWorld()
 from __future__ import annotations
 
 import os
-import signal
-import sys
 from contextlib import ExitStack
 
 import trio
-from trio.testing import MockClock
 
 from llmgw.errors import ConfigError, Problem
-from llmgw.net.world import RealWorld, World
+from llmgw.net.world import World
 from llmgw.simengine.options import Options
 from llmgw.simengine.server.engine import Engine, Journal
 from llmgw.simengine.server.kvevents import Feed, publisher
 
-__all__ = ["Engine", "Feed", "Journal", "open_journal", "run", "serve"]
+__all__ = ["Engine", "Feed", "Journal", "open_journal", "serve"]
 
 
 def open_journal(path: str) -> tuple[int, Journal]:
@@ -53,38 +50,3 @@ async def serve(
             stack.callback(close)
         async with trio.open_nursery() as nursery:
             task_status.started(await nursery.start(Engine(options, world, journal, feed).serve))
-
-
-def run(options: Options) -> None:
-    """`llmgw sim-engine`: serves until SIGINT or SIGTERM, on a clock that runs at `options.speed`.
-
-    Raises ConfigError for what the operator must change (options, an address in use).
-    """
-    clock = MockClock(rate=options.speed) if options.speed != 1 else None
-    trio.run(_until_signalled, options, clock=clock)
-
-
-async def _until_signalled(options: Options) -> None:
-    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-        try:
-            async with trio.open_nursery() as nursery:
-                addresses = await nursery.start(serve, options, RealWorld())
-                for address in addresses:
-                    sys.stderr.write(f"sim-engine {options.names[0]}: listening on {address}\n")
-                async for _ in signals:
-                    nursery.cancel_scope.cancel()
-        except BaseExceptionGroup as group:
-            problems: list[Problem] = []
-            for error in leaves(group):
-                if isinstance(error, ConfigError):
-                    problems += error.problems
-                elif isinstance(error, OSError):
-                    problems.append(Problem(str(error), where="--listen"))
-                else:
-                    raise
-            raise ConfigError(problems) from None
-
-
-def leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
-    """The exceptions of a group of groups."""
-    return [leaf for e in group.exceptions for leaf in (leaves(e) if isinstance(e, BaseExceptionGroup) else [e])]
