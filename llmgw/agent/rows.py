@@ -1,5 +1,5 @@
 """The rows of preflight: what each proves, how bad a failure is, and what to do. The table in docs/node-onboarding.md
-is made from here (`python -m llmgw.agent.rows`).
+is made from here (`python -m llmgw.agent.reference`).
 
 A node's state is the worst of its rows of scope `node`. A row of another scope (`gpu:UUID`, `engine:KIND`,
 `weights:REF`, `fabric:DEVICE/PORT`) keeps only that GPU, engine, model or port from being used.
@@ -90,7 +90,3 @@ def reference() -> str:
     effect = {"block": "keeps it from serving", "degrade": "serves, with a warning", "info": "told only"}
     lines += [f"| {r.id} | {r.scope} | {effect[r.level]} | {r.proves} | {r.remedy} |" for r in ROWS]
     return "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    print(reference(), end="")  # noqa: T201

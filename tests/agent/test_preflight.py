@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import msgspec
 import pytest
 from click.testing import CliRunner
 
-from llmgw.agent import preflight, rows
+from llmgw.agent import preflight, reference, rows
 from llmgw.agent.account import account
 from llmgw.agent.discover import Discovery
 from llmgw.agent.files import Root
@@ -182,9 +185,45 @@ async def test_the_whole_round(tmp_path: Path) -> None:
     assert node_state(found) in ("ready", "degraded")  # neither row is of scope node
 
 
-def test_every_row_is_in_the_docs() -> None:
+def test_the_document_is_as_the_code_has_it() -> None:
     text = (Path(__file__).parents[2] / "docs" / "node-onboarding.md").read_text()
-    assert rows.reference() in text, "docs/node-onboarding.md is old: put in `python -m llmgw.agent.rows`"
+    assert reference.renewed(text) == text, "run: python -m llmgw.agent.reference"
+    assert all(f"| {row.id} |" in text for row in rows.ROWS)
+
+
+def test_the_example_settings_can_be_read() -> None:
+    text = (Path(__file__).parents[2] / "examples" / "systemd" / "agent.yaml").read_text()
+    settings = parse(text, "agent.yaml")
+    assert settings.programs()["vllm"] == ("/opt/vllm/bin/vllm", "serve")
+
+
+def test_the_unit_leaves_engines_alone_and_starts_what_there_is() -> None:
+    lines = (Path(__file__).parents[2] / "examples" / "systemd" / "llmgw-agent.service").read_text().splitlines()
+    assert "KillMode=process" in lines
+    (command,) = [line.partition("=")[2].split()[2:] for line in lines if line.startswith("ExecStart=")]
+    flags = {name for parameter in main.commands["agent"].params for name in parameter.opts}
+    assert {word for word in command if word.startswith("--")} <= flags
+
+
+def test_systemd_understands_the_unit(tmp_path: Path) -> None:
+    analyze = shutil.which("systemd-analyze")
+    if analyze is None:
+        pytest.skip("no systemd-analyze on this machine")
+    text = (Path(__file__).parents[2] / "examples" / "systemd" / "llmgw-agent.service").read_text()
+    unit = tmp_path / "llmgw-agent.service"
+    unit.write_text(text.replace("/opt/llmgw/bin/llmgw", "/bin/true"))
+    ran = subprocess.run([analyze, "verify", str(unit)], capture_output=True, text=True, check=False, timeout=60)
+    assert [line for line in ran.stderr.splitlines() if "llmgw-agent" in line] == []
+
+
+def test_commands_of_the_document_run() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "node-onboarding.md").read_text()
+    commands = [line for block in re.findall(r"```sh\n(.*?)```", text, re.S) for line in block.splitlines()]
+    assert commands
+    for command in commands:
+        words = command.split()
+        assert words[0] == "llmgw"
+        assert CliRunner().invoke(main, words[1:]).exit_code == 0, command
 
 
 def test_command_line(tmp_path: Path) -> None:
