@@ -30,6 +30,7 @@ from cattrs.gen import make_dict_structure_fn, override
 from llmgw.endpoint import Endpoint, Model
 from llmgw.engines.base import MetricNames
 from llmgw.errors import ConfigError, Problem
+from llmgw.kvcache.events import parse_source
 from llmgw.pipeline.config import PipelineConfig, is_coordinator, translate
 from llmgw.pipeline.config import build as build_pipeline
 from llmgw.request import Limits, Phase
@@ -117,6 +118,15 @@ def a_url(value: str) -> str | None:
 
 def phases_known(value: tuple[str, ...]) -> str | None:
     return not_empty(value) or (None if len(set(value)) == len(value) else "names a phase twice")
+
+
+def kv_source(value: str) -> str | None:
+    try:
+        if value:
+            parse_source(value)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def a_path(value: str) -> str | None:
@@ -306,7 +316,12 @@ class EndpointConfig:
     max_concurrency: int | None = key("Most requests at once. Unset: no limit.", None, check=positive)
     block_size: int | None = key("Tokens a KV block. Unset: learned.", None, check=positive)
     blocks: int | None = key("KV blocks in all. Unset: learned.", None, check=positive)
-    kv_events: str = key("Where its KV events are: `connect tcp://HOST:PORT` or `bind tcp://*:PORT`.", "")
+    kv_events: str = key(
+        "Where its KV events are: `connect tcp://HOST:PORT` or `bind tcp://*:PORT`, then perhaps `replay tcp://HOST:PORT`."
+        " Needs the extra `kv-events`.",
+        "",
+        check=kv_source,
+    )
     side_channel: str = key("`HOST:PORT` of NIXL's handshake.", "")
     bootstrap: str = key("`HOST:PORT` of SGLang's bootstrap server.", "")
 

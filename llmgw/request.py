@@ -52,6 +52,7 @@ class InferenceRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     profile: str = ""  # x-llmgw-profile; "" = the model's
     session: str = ""  # x-session-id
     blocks: tuple[int, ...] = ()  # chained hashes of the prompt's blocks, oldest first (llmgw.kvcache)
+    ids: tuple[int, ...] = ()  # the prompt's token ids, where it came as such
     media: int = 0  # number of images, videos, sounds in the prompt
     lora: str = ""
     explain: bool = False  # x-llmgw-explain: 1

@@ -148,6 +148,23 @@ def of_body(body: bytes, names: str = "", limit: int = LIMIT) -> tuple[int, ...]
     return blocks({field: raw for field in FIELDS if (raw := getattr(found, field))}, names, limit)
 
 
+class _Ids(msgspec.Struct, gc=False):
+    prompt: list[int] = []
+    token_ids: list[int] = []
+
+
+_ids = msgspec.json.Decoder(_Ids)
+
+
+def ids_of_body(body: bytes) -> tuple[int, ...]:
+    """The token ids of a prompt that came as one list of them; () for any other."""
+    try:
+        found = _ids.decode(body)
+    except (msgspec.MsgspecError, RecursionError):
+        return ()
+    return tuple(found.token_ids or found.prompt)
+
+
 def of_spans(
     body: bytes | bytearray, spans: Iterable[tuple[str, int, int]], names: str = "", limit: int = LIMIT
 ) -> tuple[int, ...]:

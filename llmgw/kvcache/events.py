@@ -24,7 +24,8 @@ what is missing costs an estimate, what is wrongly believed costs a prefill. Eve
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 from zlib import adler32, crc32
 
@@ -40,6 +41,27 @@ KEPT = 1_000  # messages kept while a replay runs: some seconds of a busy engine
 END = 0xFFFFFFFFFFFFFFFF  # seq that ends a replay
 
 State = Literal["new", "live", "resync"]
+
+_SOURCE = re.compile(r"(?P<mode>connect|bind) (?P<address>tcp://\S+:\d+)(?: replay (?P<replay>tcp://\S+:\d+))?")
+
+
+class Source(msgspec.Struct, frozen=True):
+    """Where an endpoint's events are: ``connect tcp://HOST:PORT`` or ``bind tcp://*:PORT``, then perhaps
+    ``replay tcp://HOST:PORT``."""
+
+    mode: Literal["connect", "bind"]
+    address: str
+    replay: str = ""
+
+
+def parse_source(text: str) -> Source:
+    """Raises ValueError."""
+    found = _SOURCE.fullmatch(text)
+    if found is None:
+        raise ValueError(
+            f"{text!r} is not `connect tcp://HOST:PORT` or `bind tcp://*:PORT` (then `replay tcp://HOST:PORT`)"
+        )
+    return Source("connect" if found["mode"] == "connect" else "bind", found["address"], found["replay"] or "")
 
 
 class Stored(msgspec.Struct, frozen=True, gc=False):
@@ -170,6 +192,7 @@ class ExactIndex:
         self._copies: dict[str, dict[int, int]] = {}  # endpoint → own value → engine hashes with it, where above 1
         self.block_size: dict[str, int] = {}  # tokens, as the events say
         self.trusted: set[str] = set()
+        self.on_cleared: Callable[[str], None] = lambda _: None  # an engine said that its cache is empty
 
     def apply(self, endpoint: str, event: Event) -> None:
         known = self._engine.get(endpoint)
@@ -184,6 +207,7 @@ class ExactIndex:
                 self._remove(endpoint, known, event.hashes)
             case Cleared():
                 self.clear(endpoint)
+                self.on_cleared(endpoint)
 
     def clear(self, endpoint: str) -> None:
         """Nothing is known of its cache, or it is empty; the difference does not matter to a decision."""

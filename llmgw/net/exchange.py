@@ -567,6 +567,7 @@ class Exchange:
             profile=head.text(b"x-llmgw-profile"),
             session=head.text(b"x-session-id"),
             blocks=prompt,
+            ids=blocks.ids_of_body(bytes(self._body)) if asked.token_ids else (),
             explain=head.text(b"x-llmgw-explain") == "1",
             media=asked.media,
             accepted=outcome.accepted,

@@ -28,6 +28,7 @@ class Affinity:
         """*block_tokens*: tokens a block of the requests has, where it is known (replayed traces)."""
         self.estimated = PrefixIndex(entries)
         self.exact = ExactIndex()
+        self.exact.on_cleared = self.estimated.clear
         self._fixed = block_tokens
         self.bytes_a_token = BYTES_A_TOKEN
         self._tokens: dict[str, int | None] = {}
@@ -53,8 +54,8 @@ class Affinity:
         self.estimated.resize(endpoint, CAPACITY if tokens is None else int(tokens / self.block_tokens))
 
     def matched(self, request: InferenceRequest, ids: Sequence[int] = ()) -> Mapping[str, int]:
-        """Prompt tokens that each endpoint has, by its id. *ids*: the prompt's tokens, where they are known."""
-        blocks = request.blocks
+        """Prompt tokens that each endpoint has, by its id. *ids*: the prompt's tokens, where a step rendered them."""
+        blocks, ids = request.blocks, ids or request.ids
         if not blocks:
             return self.exact.match(ids, request.lora) if ids else NOTHING
         found = self.estimated.match(blocks)

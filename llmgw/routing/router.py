@@ -85,10 +85,9 @@ class Router:
         profile: str = DEFAULT,
         phases: tuple[Phase, ...] = WHOLE,
         tried: Collection[str] = (),
-        ids: Sequence[int] = (),
     ) -> Decision | Refusal:
         """Who serves *request* as *model*. *profile*: of the model; the request's own goes before. *tried*: endpoint
-        ids that failed it. *ids*: the prompt's tokens, where they are known."""
+        ids that failed it."""
         used = self.profiles.get(request.profile) or self.profiles[profile]
         query = Query(
             request=request,
@@ -98,7 +97,7 @@ class Router:
             tried=tried,
             sticky=self.sessions.find(model, request.session, now) if request.session else "",
         )
-        matched = self.affinity.matched(request, ids) if used.scorers else NOTHING
+        matched = self.affinity.matched(request) if used.scorers else NOTHING
         return decide(self.ledger.snapshot(now), query, used, matched, self._random, now)
 
     def sent(

@@ -36,6 +36,7 @@ from llmgw.routing.router import Router
 from llmgw.server.admin import Admin
 from llmgw.server.brain import Brain
 from llmgw.server.fleet import Fleet
+from llmgw.server.kv_events import Subscriber
 from llmgw.server.pipeline import Pipelines
 from llmgw.server.probes import Prober
 from llmgw.server.scrapes import Scraper
@@ -124,6 +125,7 @@ class Gateway:
                 await services.start(self.log.run)
                 self.fleet.replace("static", tuple(e.endpoint() for e in self._config.endpoints))
                 await services.start(self._prober.run)
+                await services.start(Subscriber(self.fleet, self.fleet.router.affinity.exact, self.log).run)
                 if self._config.routing.scrape.interval:
                     await services.start(self._scraper.run)
                 doors = [Door(self._app(), kind="admin", world=self._world) for _ in sockets["admin"]]
