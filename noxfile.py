@@ -56,3 +56,10 @@ def full(session: nox.Session) -> None:
     """The long forms as well."""
     install(session)
     session.run("pytest", "-q", "-n", "2", "-m", "not engines", *session.posargs)
+
+
+@nox.session
+def engines(session: nox.Session) -> None:
+    """Real engines on the CPU, where LLMGW_LLAMA_SERVER names one; skipped visibly elsewhere."""
+    install(session)
+    session.run("pytest", "-q", "-m", "engines", *session.posargs)

@@ -23,6 +23,7 @@ from llmgw.engines.base import Command
 from llmgw.engines.deaths import Exit
 
 START_VARIABLE = "LLMGW_START"  # in the environment of every process of an engine: names its life
+OOM_SCORE = 300  # of 1000: before the agent and the system's services
 KILL_ROUNDS = 50  # times that survivors are looked for and killed, 0.1 s apart; forks can race with us
 _TICK = os.sysconf("SC_CLK_TCK")
 _LEFT: list[trio.Process] = []  # engines that stay when the agent goes; their objects must not be collected meanwhile
@@ -190,9 +191,17 @@ class LocalHost:
             )
         finally:
             os.close(handle)
+        self._offer_to_oom(process.pid)
         started = msgspec.structs.replace(record, pid=process.pid, start_time=start_time(self.root, process.pid) or 0)
         self.state.keep(started)
         return LocalLife(started, log, self.root, process, before)
+
+    def _offer_to_oom(self, pid: int) -> None:
+        """The agent's unit protects it from the kernel's OOM killer; engines must not inherit that."""
+        try:
+            self.root.at(f"/proc/{pid}/oom_score_adj").write_text(str(OOM_SCORE))
+        except OSError:  # it has ended already
+            pass
 
     async def adopt(self, record: Record) -> LocalLife | None:
         """The leader by pid, start time, boot and its environment; without a leader, survivors are ended."""

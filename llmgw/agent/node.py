@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Mapping
 
 import attrs
@@ -209,6 +210,9 @@ class Node:
 
     def boot_id(self) -> str:
         return self.inventory.host.boot_id
+
+    def secret(self, size: int) -> str:
+        return secrets.token_urlsafe(size)
 
     def effort(self, desired: Desired) -> float | None:
         powers = [d.power for d in self.inventory.devices if d.uuid in desired.gpus and d.power is not None]

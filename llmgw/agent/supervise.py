@@ -15,8 +15,8 @@ alone (`leave`): an agent that is upgraded goes without its engines.
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable
+from datetime import UTC, datetime
 from typing import Protocol
 
 import attrs
@@ -52,6 +52,7 @@ FREE_WAIT = 20.0  # seconds that the driver may take to give memory back
 STOP_LIMIT = 60.0  # of the stop sequence when the nursery is cancelled
 BYTES_OF_NEWS = 1 << 20  # read since the last look: the weights are being loaded
 KEY_BYTES = 24
+START_BYTES = 9
 KEEP_EVERY = 10.0  # seconds between two looks at the log's size
 
 
@@ -80,6 +81,10 @@ class Ground(Protocol):
     def fabrics(self, desired: Desired) -> tuple[str, ...]: ...
 
     def boot_id(self) -> str: ...
+
+    def secret(self, size: int) -> str:
+        """Of *size* random bytes, in characters that files, headers and environments take."""
+        ...
 
     def effort(self, desired: Desired) -> float | None:
         """Watts that its GPUs draw; None = not known."""
@@ -110,6 +115,7 @@ class Supervisor:
         self._facts: dict[str, float] = {}
         self._spawned_at = 0.0
         self._load: float | None = None
+        self._next_try = datetime.fromtimestamp(0, UTC)
         self._wall_since = world.wall()
         self._nursery: trio.Nursery | None = None
         self._starting: trio.CancelScope | None = None
@@ -201,7 +207,7 @@ class Supervisor:
         if replica.state == "failed":
             if replica.next_try is None:
                 return "not tried again before the node or the model changes"
-            return f"next try in {max(0.0, replica.next_try - trio.current_time()):.0f} s"
+            return f"next try at {self._next_try:%H:%M:%S} UTC"
         return replica.detail
 
     def _measured(self) -> Measured | None:
@@ -246,6 +252,9 @@ class Supervisor:
                 self._load = trio.current_time() - self._spawned_at
             if self._life is not None:
                 self._host.note_ready(self._life)
+        if state == "failed" and self.replica.next_try is not None:
+            wall = self._world.wall() + self.replica.next_try - trio.current_time()
+            self._next_try = datetime.fromtimestamp(wall, UTC)  # said once: what changes is sent anew at every sync
         failure = self.replica.failure
         why = f": {failure.message}" if state == "failed" and failure is not None else ""
         self._log(f"replica {name} epoch {self.desired.epoch}: {before.state} → {state}{why}")
@@ -302,14 +311,14 @@ class Supervisor:
             refusal = await self._ground.check(desired)
             if refusal is not None:
                 return await refuse(refusal.row, refusal.message, refusal.retry)
-            launch = self._ground.launch(desired, secrets.token_urlsafe(KEY_BYTES))
+            launch = self._ground.launch(desired, self._ground.secret(KEY_BYTES))
             if blocked := self._host.port_taken(launch.host, desired.ports.base, desired.ports.count):
                 return await refuse("NET-1", blocked, "backoff")
             command = self._engine.command(launch)
             record = Record(
                 desired=desired,
                 launch=launch,
-                start_id=secrets.token_hex(8),
+                start_id=self._ground.secret(START_BYTES),
                 boot_id=self._ground.boot_id(),
                 started=now,
             )

@@ -44,16 +44,16 @@ class Agents:
 
     folder: Path
     site: Site
-    engine: str = "ok"
+    kind: str = "sim"
+    command: str = f"[{sys.executable}, {ENGINE}, ok]"
     pids: list[int] = attrs.field(factory=list)  # of engines, to be ended at the end
 
     @asynccontextmanager
     async def agent(self, token: str = "", *flags: str) -> AsyncIterator[trio.Process]:
         config = self.folder / "agent.yaml"
-        command = f"[{sys.executable}, {ENGINE}, {self.engine}]"
         config.write_text(
             f"version: 1\nnode: gpu-1\naddress: 127.0.0.1\nstate: {self.folder}/state\nlabels: {{rack: r7}}\n"
-            f"engines: {{sim: {{command: {command}}}}}\nweights: []\nports: 1024-65535\n"
+            f"engines: {{{self.kind}: {{command: {self.command}}}}}\nweights: []\nports: 1024-65535\n"
         )
         argv = [
             sys.executable,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import secrets
 import signal
 import socket
 import sys
@@ -68,6 +69,9 @@ class Ground:
 
     def boot_id(self) -> str:
         return Root().text("/proc/sys/kernel/random/boot_id") or ""
+
+    def secret(self, size: int) -> str:
+        return secrets.token_urlsafe(size)
 
     def effort(self, desired: Desired) -> float | None:
         return None
@@ -159,6 +163,7 @@ async def test_a_replica_becomes_an_endpoint(bench: Bench) -> None:
         assert run.measured.load is not None
         record = bench.host.state.records["llama-1"]
         assert record.ready
+        assert Root().number(f"/proc/{run.pid}/oom_score_adj") == local.OOM_SCORE
         pid = run.pid
     assert pid is not None
     assert await gone(pid)  # the nursery owned it
