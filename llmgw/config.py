@@ -176,7 +176,7 @@ class Listener:
         "Let the body field `priority` through. Engines disagree on its direction: only for one kind.", False
     )
     forward_headers: HeaderNames = key(
-        "Request headers that reach engines besides content-type, accept, accept-language, user-agent, traceparent, tracestate.",
+        "Request headers that reach engines besides content-type, accept, accept-language, user-agent, traceparent, tracestate, anthropic-version, anthropic-beta.",
         (),
         check=forwardable,
     )

@@ -56,6 +56,8 @@ class InferenceRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     media: int = 0  # number of images, videos, sounds in the prompt
     lora: str = ""
     explain: bool = False  # x-llmgw-explain: 1
+    continues: str = ""  # id of an earlier answer: only the endpoint that made it can serve this
+    only: str = ""  # id of the one endpoint that may serve it; the brain's own mark
     accepted: float = 0.0  # when its first byte came
 
 
@@ -210,6 +212,10 @@ class Brain(Protocol):
 
     def progress(self, lease: int, tokens: int) -> None:
         """First token, and then at most once a second: *tokens* so far. Keeps ledgers and liveness honest."""
+        ...
+
+    def made(self, lease: int, answer: str) -> None:
+        """The engine has named the answer that it makes under *lease* (`/v1/responses`): others may refer to it."""
         ...
 
     def quiet(self, lease: int, seconds: float) -> Refusal | None:

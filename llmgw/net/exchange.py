@@ -35,8 +35,9 @@ from llmgw import reasons
 from llmgw.kvcache import blocks
 from llmgw.net import http1
 from llmgw.net.channel import SIZE, Channel
-from llmgw.openai import errors, peek, routes
-from llmgw.openai.rewrite import rewrite
+from llmgw.openai import errors, multipart, peek, routes
+from llmgw.openai.responses import IdFinder
+from llmgw.openai.rewrite import rewrite, rewrite_form
 from llmgw.openai.sse import JsonMeter, Meter
 from llmgw.openai.usage import UsageFilter
 from llmgw.request import (
@@ -84,6 +85,9 @@ OTHERS = 4
 
 PROGRESS_SECONDS = 1.0
 """Between two calls of `progress`."""
+
+USAGE_ASKED = frozenset(("chat", "completions", "generate"))
+"""Shapes that know `stream_options.include_usage`; the others' streams always say their usage."""
 
 RETRIED = frozenset((429, 503))
 """What an engine says when it did not start the work: another one may."""
@@ -189,7 +193,7 @@ class Exchange:
 
     __slots__ = (
         "_advancing", "_answer_head", "_body", "_body_from", "_body_have", "_buffer", "_chunked", "_client", "_close_after",
-        "_decoder", "_filter", "_gap", "_head", "_held", "_inbuf", "_known", "_last", "_lease", "_left", "_meter", "_next_progress",
+        "_decoder", "_filter", "_gap", "_head", "_held", "_ids", "_inbuf", "_known", "_last", "_lease", "_left", "_meter", "_next_progress",
         "_open", "_outcome", "_peek", "_peer", "_reading", "_request_id", "_reused", "_route", "_scanned", "_sent_any",
         "_sse", "_state", "_ticket", "_unsent", "_upbuf", "_upstream", "_want_head", "deadline", "host", "job", "task",
         "timer",
@@ -241,6 +245,7 @@ class Exchange:
         self._meter: Meter | JsonMeter | None = None
         self._filter: UsageFilter | None = None
         self._gap: Callable[[float], None] | None = None
+        self._ids: IdFinder | None = None
         self._last = 0.0
         self._next_progress = NEVER
         self._unsent = 0
@@ -498,6 +503,10 @@ class Exchange:
         values = head.values
         self._state = WAITING
         self.deadline = NEVER
+        if route.kind == "kept":
+            self._body = body
+            self._peeked(peek.Peek(model="", max_tokens=0, previous=routes.id_of(route, head.path)))
+            return
         if route.kind != "inference":
             request = InferenceRequest(
                 id=self._request_id,
@@ -509,17 +518,26 @@ class Exchange:
             assert not isinstance(page, Several), "a page has no legs"
             self._take_answer(page)
             return
-        content_type = values.get(b"content-type")
-        if content_type is not None and b"json" not in content_type.lower():
+        content_type = values.get(b"content-type", b"application/json").lower()
+        form = route.shape == "media" and content_type.startswith(b"multipart/form-data")
+        if not form and b"json" not in content_type:
+            wanted = "application/json" + (" or multipart/form-data" if route.shape == "media" else "")
             self._refuse(
                 Refusal(
                     reason="unsupported_media",
-                    message=f"Content-Type {head.text(b'content-type')!r} is not JSON: send application/json",
+                    message=f"Content-Type {head.text(b'content-type')!r} is not read here: send {wanted}",
                 )
             )
             return
         self._body = body
-        if isinstance(body, bytes) and len(body) <= peek.AT_ONCE:
+        if form:
+            boundary = multipart.boundary_of(values[b"content-type"])
+            if boundary is None:
+                self._refuse(Refusal(reason="bad_form", message="Content-Type names no boundary for the form's parts"))
+                return
+            self._reading = peek.peek_form(body, boundary, allow=host.allow)
+            self._read_on()
+        elif isinstance(body, bytes) and len(body) <= peek.AT_ONCE:
             self._peeked(peek.peek(route, body, allow=host.allow))
         else:
             self._reading = peek.peek_steps(route, body, allow=host.allow)
@@ -549,7 +567,10 @@ class Exchange:
         outcome.model = asked.model
         outcome.stream = asked.stream
         outcome.bytes_in = len(self._body)
-        if asked.layout is not None:
+        prompt: tuple[int, ...] = ()
+        if self._route is None or not self._route.generates:
+            pass  # what it computes is not kept
+        elif asked.layout is not None:
             spans = ((field.key, field.value, field.end) for field in asked.layout.fields)
             prompt = blocks.of_spans(self._body, spans, asked.model)
         else:
@@ -570,6 +591,7 @@ class Exchange:
             ids=blocks.ids_of_body(bytes(self._body)) if asked.token_ids else (),
             explain=head.text(b"x-llmgw-explain") == "1",
             media=asked.media,
+            continues=asked.previous,
             accepted=outcome.accepted,
         )
         answer = host.brain.admit(request)
@@ -661,19 +683,24 @@ class Exchange:
         assert asked is not None
         assert outcome is not None
         target = lease.target
-        ask_usage = lease.usage == "ask" and asked.stream and not asked.include_usage
+        shape = self._route.shape if self._route is not None else ""
+        ask_usage = lease.usage == "ask" and asked.stream and not asked.include_usage and shape in USAGE_ASKED
         leg = lease.leg
         body: bytes | bytearray = self._body if leg is None else leg.body
         if leg is None and (target.model or ask_usage):
-            body = rewrite(body, model=target.model or None, ask_usage=ask_usage, found=asked.layout)
+            if asked.model_at is not None:
+                body = rewrite_form(body, asked.model_at, target.model)
+            elif body:
+                body = rewrite(body, model=target.model or None, ask_usage=ask_usage, found=asked.layout)
         self._filter = UsageFilter() if ask_usage else None
         outcome.served = target.model or asked.model
         name = "" if leg is None else f"{leg.name}-"
         upstream_id = f"{self._request_id}-{name}{host.rng.getrandbits(32):08x}"
         outcome.upstream_request_id = upstream_id
         own = "".join(f"{name}: {value}\r\n" for name, value in target.headers) if target.headers else ""
+        path = head.path if head.query is None else f"{head.path}?{head.query}"
         lines = (
-            f"POST {target.path}{head.path} HTTP/1.1\r\nhost: {target.host}\r\ncontent-length: {len(body)}\r\n"
+            f"{head.method} {target.path}{path} HTTP/1.1\r\nhost: {target.host}\r\ncontent-length: {len(body)}\r\n"
             f"x-request-id: {upstream_id}\r\n{own}"
         ).encode("latin-1") + (head.forward if leg is None or leg.client_headers else b"")
         self._state = SENT
@@ -786,6 +813,7 @@ class Exchange:
         self._decoder = http1.Chunked() if head.length == -1 else None
         self._left = head.length
         self._gap = self.host.gaps(outcome.model)
+        self._ids = IdFinder() if route.shape == "responses" else None
         self._want_head = self._client_head(head)
         if data or head.length == 0:
             self._relay(data)
@@ -827,7 +855,7 @@ class Exchange:
         at = 0  # bytes of the body that were metered in bulk
         if decoder is not None:
             try:
-                if self._sse and len(data) > BULK and self._filter is None:
+                if self._sse and len(data) > BULK and self._filter is None and self._ids is None:
                     at = self._bulk(decoder, meter, data)
                 payload = decoder.feed(data[at:] if at else data) if at < len(data) else b""
             except http1.Malformed as error:
@@ -850,6 +878,10 @@ class Exchange:
             payload = data
         if payload:
             meter.feed(payload)
+            if self._ids is not None and (found := self._ids.feed(payload)) is not None:
+                self._ids = None
+                if found and self._lease is not None:
+                    host.brain.made(self._lease.id, found)
         if self._filter is not None or (decoder is not None and self._http10()):
             raw = self._reframe(payload, done)
         self._quiet_until()
@@ -1077,7 +1109,10 @@ class Exchange:
         self._answered()
 
     def _anthropic(self) -> bool:
-        return self._route is not None and self._route.dialect == "anthropic"
+        """Whose shape errors have. Below an Anthropic route everything is Anthropic's, paths that do not exist too."""
+        if self._route is not None:
+            return self._route.dialect == "anthropic"
+        return self._head is not None and self._head.path.startswith("/v1/messages")
 
     def _refuse(self, refusal: Refusal, *, close: bool = False, detail: str = "") -> None:
         """Answer with an error. *close*: where the next request would begin is in doubt."""
@@ -1177,12 +1212,13 @@ class Exchange:
     def _usage(self, outcome: Outcome, meter: Meter | JsonMeter) -> None:
         meter.finish()
         usage = meter.usage
-        if usage is not None and usage.completion is not None:
+        generates = self._route is None or self._route.generates
+        if usage is not None and (usage.completion is not None or not generates):
             outcome.prompt_tokens = usage.prompt
             outcome.cached_tokens = usage.cached
             outcome.completion_tokens = usage.completion
             outcome.usage = "engine"
-        elif self._sse:
+        elif self._sse and generates:
             outcome.completion_tokens = meter.tokens
             outcome.prompt_tokens = self._peek.prompt_tokens if self._peek is not None else None
             outcome.usage = "counted"

@@ -24,6 +24,7 @@ EXTENSION_BYTES = 4 << 10
 
 _HOST = re.compile(rb"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._~!$&'()*+,;=-]*)(?::\d{0,5})?")
 _PATH = re.compile(rb"/(?:[A-Za-z0-9._~!$&'()*+,;=:@/-]|%[0-9A-Fa-f]{2})*")
+_QUERY = re.compile(rb"[\x21\x22\x24-\x7e]*")
 _PATH_BAD = re.compile(rb"//|/\.{1,2}(?:/|$)|%(?:2[EeFf]|5[Cc]|00)")
 _BARE_LF = re.compile(rb"(?<!\r)\n")
 _SIZE_LINE = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(;[\t\x20-\x7e\x80-\xff]*)?")
@@ -39,7 +40,12 @@ READ_ONCE = frozenset(
 )  # fmt: skip
 """Request fields that we read: a second one of the same name could mean two things to two readers."""
 
-TO_ENGINE = frozenset((b"content-type", b"accept", b"accept-language", b"user-agent", b"traceparent", b"tracestate"))
+TO_ENGINE = frozenset(
+    (
+        b"content-type", b"accept", b"accept-language", b"user-agent", b"traceparent", b"tracestate",
+        b"anthropic-version", b"anthropic-beta",
+    )
+)  # fmt: skip
 """All that travels to an engine, beside what a listener's `forward_headers` adds."""
 
 HOP_BY_HOP = frozenset(
@@ -101,13 +107,15 @@ class RequestHead:
     """One request's head. *length*: of the body in bytes, -1 = chunked. *values*: the fields of READ_ONCE, by lower name."""
 
     __slots__ = (
-        "after", "before", "fields", "forward", "http10", "keep_alive", "length", "method", "path", "values",
+        "after", "before", "fields", "forward", "http10", "keep_alive", "length", "method", "path", "query",
+        "values",
     )  # fmt: skip
 
     before: bytes  # its bytes up to the value of Content-Length, and …
     after: bytes  # … behind it; both empty where there is none
     method: str
     path: str
+    query: str | None  # where the target had one, of visible ASCII; not looked into
     http10: bool
     keep_alive: bool
     length: int
@@ -147,7 +155,7 @@ class RequestReader:
         self._keep = keep
         self._names = _Names(read=READ_ONCE, forward=forward, upgrade=frozenset((b"upgrade",)))
         self._hosts: set[bytes] = set()
-        self._paths: dict[bytes, str] = {}
+        self._paths: dict[bytes, tuple[str, str | None]] = {}
 
     def __call__(self, data: bytes) -> RequestHead:
         """*data*: exactly one head, its empty line included. Raises Malformed."""
@@ -184,10 +192,10 @@ class RequestReader:
         head.method = parser.get_method().decode("ascii")
         head.http10 = http10 = version == "1.0"
         head.keep_alive = not http10 and parser.should_keep_alive()
-        path = self._paths.get(sink.url)
-        if path is None:
-            path = self._path(sink.url)
-        head.path = path
+        target = self._paths.get(sink.url)
+        if target is None:
+            target = self._target(sink.url)
+        head.path, head.query = target
         host = values.get(b"host")
         if host is None:
             if not http10:
@@ -214,18 +222,20 @@ class RequestReader:
                 head.before, head.after = data[:at], data[at + len(length) :]
         return head
 
-    def _path(self, url: bytes) -> str:
-        path = url.partition(b"?")[0]
+    def _target(self, url: bytes) -> tuple[str, str | None]:
+        path, asked, query = url.partition(b"?")
         if not path.startswith(b"/"):
             raise Malformed("the request target must start with '/' (origin-form)")
         if _PATH.fullmatch(path) is None or _PATH_BAD.search(path) is not None:
             raise Malformed(
                 "the path holds '//', a dot segment, an encoded slash or dot, or a character that must be encoded"
             )
-        text = path.decode("ascii")
+        if _QUERY.fullmatch(query) is None:
+            raise Malformed("the query holds a character that must be encoded")
+        target = (path.decode("ascii"), query.decode("ascii") if asked else None)
         if len(self._paths) < self.MOST:
-            self._paths[url] = text
-        return text
+            self._paths[url] = target
+        return target
 
 
 def incomplete_head_problem(data: bytes | bytearray) -> str:

@@ -18,8 +18,9 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
 
+from llmgw.openai import multipart
 from llmgw.openai.layout import STEP, Layout, Malformed, drain, layout, steps
-from llmgw.openai.routes import Route, Shape
+from llmgw.openai.routes import GENERATING, Route, Shape
 from llmgw.request import Refusal
 
 AT_ONCE = 128 << 10
@@ -56,6 +57,8 @@ class Peek(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     token_ids: bool = False  # the prompt came as token ids and was counted
     media: int = 0  # images, videos, sounds
     layout: Layout | None = None  # of a long body, so that `rewrite` need not look again
+    previous: str = ""  # id of the earlier answer that this one continues
+    model_at: tuple[int, int] | None = None  # of a form: where the model's name stands
 
 
 _Count = Annotated[int, Meta(ge=1, le=2**31 - 1)] | None | UnsetType
@@ -95,6 +98,28 @@ class _Generate(_Body, gc=False):
     token_ids: Raw | UnsetType = UNSET
 
 
+class _Responses(_Body, gc=False):
+    input: Raw | UnsetType = UNSET
+    max_output_tokens: _Limit = UNSET
+    previous_response_id: str | UnsetType | None = UNSET
+
+
+class _Input(_Body, gc=False):
+    input: Raw | UnsetType = UNSET
+
+
+class _Rerank(_Body, gc=False):
+    documents: Raw | UnsetType = UNSET
+
+
+class _Score(_Body, gc=False):
+    text_2: Raw | UnsetType = UNSET
+
+
+class _Detokenize(_Body, gc=False):
+    tokens: Raw | UnsetType = UNSET
+
+
 class _Row(msgspec.Struct, frozen=True):
     """How one shape is read. *prompt* is the field with the bulk, whose text is never searched for keys."""
 
@@ -102,19 +127,44 @@ class _Row(msgspec.Struct, frozen=True):
     prompt: str
     quoted: bytes
     routed: frozenset[str]
+    own: tuple[tuple[str, bytes], ...]  # short fields that this shape alone has, with their quotes
+    generates: bool  # its answer is made token by token
+    names: bool  # it must name a model; else the gateway takes the only one that there is
 
 
-def _row(body: type[_Body], prompt: str) -> _Row:
+def _row(body: type[_Body], prompt: str, *, generates: bool = False, names: bool = True) -> _Row:
+    own = set(body.__struct_fields__) - set(_Body.__struct_fields__) - {prompt}
     return _Row(
-        msgspec.json.Decoder(body).decode, prompt, b'"' + prompt.encode() + b'"', frozenset(body.__struct_fields__)
+        msgspec.json.Decoder(body).decode,
+        prompt,
+        _quoted(prompt),
+        frozenset(body.__struct_fields__),
+        tuple((name, _quoted(name)) for name in sorted(own)),
+        generates,
+        names,
     )
 
 
+def _quoted(name: str) -> bytes:
+    return b'"' + name.encode() + b'"'
+
+
 SHAPES: dict[Shape, _Row] = {
-    "chat": _row(_Chat, "messages"),
-    "completions": _row(_Completions, "prompt"),
-    "generate": _row(_Generate, "token_ids"),
+    "chat": _row(_Chat, "messages", generates=True),
+    "completions": _row(_Completions, "prompt", generates=True),
+    "generate": _row(_Generate, "token_ids", generates=True),
+    "responses": _row(_Responses, "input", generates=True),
+    "messages": _row(_Chat, "messages", generates=True),
+    "count": _row(_Chat, "messages"),
+    "input": _row(_Input, "input"),
+    "speech": _row(_Input, "input"),
+    "rerank": _row(_Rerank, "documents"),
+    "score": _row(_Score, "text_2"),
+    "tokenize": _row(_Completions, "prompt", names=False),
+    "detokenize": _row(_Detokenize, "tokens", names=False),
+    "media": _row(_Completions, "prompt"),
 }
+assert {shape for shape, row in SHAPES.items() if row.generates} == GENERATING
 
 FORBIDDEN = ("kv_transfer_params", "ec_transfer_params", "data_parallel_rank", "priority")
 FORBIDDEN_INSIDE = {
@@ -163,6 +213,60 @@ def peek_steps(
     return answer
 
 
+_ROUTED_PARTS = frozenset(("model", "stream", "n"))
+_TRUE = frozenset((b"true", b"1", b"on", b"yes", b"t", b"y"))  # as pydantic reads a form
+
+
+def peek_form(
+    body: bytes | bytearray, boundary: bytes, *, allow: Allow = NOTHING
+) -> Generator[None, None, Peek | Refusal]:
+    """The same for a ``multipart/form-data`` body with *boundary*: its model is a part, and so is all else."""
+    try:
+        found = yield from multipart.parts(body, boundary)
+    except multipart.Malformed as error:
+        return Refusal(reason="bad_form", message=f"The form cannot be read: {error}.")
+    values: dict[str, multipart.Part] = {}
+    files = 0
+    for part in found:
+        name = part.name
+        forbidden = name in FORBIDDEN and not allow.transfer and not (name == "priority" and allow.priority)
+        if forbidden or _aims(name, allow):
+            return _forbidden(name)
+        if name not in _ROUTED_PARTS:
+            files += not part.plain
+            continue
+        if name in values:
+            return _duplicate(name)
+        if not part.plain or part.end - part.start > MODEL_LENGTH * 4:
+            return _bad_field(name, "must be a short plain part: no file, no transfer encoding")
+        values[name] = part
+    model, at = "", None
+    if (part_ := values.get("model")) is not None:
+        at = (part_.start, part_.end)
+        model = bytes(body[part_.start : part_.end]).decode("utf-8", "replace")
+        if not model.isprintable() or "\ufffd" in model or len(model) > MODEL_LENGTH:
+            return _bad_field("model", f"is not text of at most {MODEL_LENGTH} characters")
+    if not model and not allow.transfer:
+        return _bad_field("model", "is missing: send it as a part of the form; GET /v1/models lists the models")
+    stream, n = (bytes(body[p.start : p.end]) if p else b"" for p in map(values.get, ("stream", "n")))
+    if n and not (n.isdigit() and 1 <= int(n[:10]) <= 2**31 - 1):
+        return _bad_field("n", "must be a whole number from 1")
+    return Peek(
+        model=model,
+        stream=stream.lower() in _TRUE,
+        n=int(n or 1),
+        max_tokens=0,
+        prompt_tokens=files * MEDIA_TOKENS,
+        media=files,
+        model_at=at,
+    )
+
+
+def _aims(key: str, allow: Allow) -> bool:
+    """Names of a family that aims an engine."""
+    return not allow.transfer and (key.startswith("bootstrap_") or key.endswith("dp_rank"))
+
+
 def _quick(row: _Row, body: bytes, allow: Allow) -> Peek | Refusal | None:
     """What msgspec alone can tell; None = a routed key may occur twice, or a forbidden one at all."""
     try:
@@ -177,14 +281,17 @@ def _quick(row: _Row, body: bytes, allow: Allow) -> Peek | Refusal | None:
             rest = _without(body, row.quoted, raw)
     if (b"\\" in rest and b"\\u" in rest) or _doubtful(fields, rest, row.quoted, body is rest):
         return None
+    for name, quoted in row.own:
+        if getattr(fields, name) is not UNSET and rest.count(quoted) > 1:
+            return None
     if (refusal := _not_allowed(fields, allow)) is not None:
         return refusal
     if raw[1:2] not in b'{"' and _TOKEN_IDS.match(raw) and not raw.translate(None, _ID_BYTES):
-        return _peek(fields, allow, raw.count(b",") + 1, True, 0, None)
+        return _peek(row, fields, allow, raw.count(b",") + 1, True, 0, None)
     text, media = len(raw), 0
     if b'"type"' in raw:
         _, text, media = _window(raw, 0, len(raw))
-    return _peek(fields, allow, _tokens(text, media), False, media, None)
+    return _peek(row, fields, allow, _tokens(text, media), False, media, None)
 
 
 def _exact(row: _Row, body: bytes | bytearray, allow: Allow) -> Generator[None, None, Peek | Refusal]:
@@ -219,12 +326,14 @@ def _exact(row: _Row, body: bytes | bytearray, allow: Allow) -> Generator[None, 
             commas += window.count(b",")
         at, more, items = _window(body, at, stop)
         text, media = text + more, media + items
-    return _peek(fields, allow, commas + 1 if ids else _tokens(text, media), ids, media, found)
+    return _peek(row, fields, allow, commas + 1 if ids else _tokens(text, media), ids, media, found)
 
 
-def _peek(fields: Any, allow: Allow, tokens: int, counted: bool, media: int, found: Layout | None) -> Peek | Refusal:
+def _peek(
+    row: _Row, fields: Any, allow: Allow, tokens: int, counted: bool, media: int, found: Layout | None
+) -> Peek | Refusal:
     model = fields.model
-    if model is UNSET and allow.transfer:
+    if model is UNSET and (allow.transfer or not row.names):
         model = ""
     elif model is UNSET or not model:
         return _bad_field("model", "is missing: say which model; GET /v1/models lists them")
@@ -233,6 +342,13 @@ def _peek(fields: Any, allow: Allow, tokens: int, counted: bool, media: int, fou
     limit = fields.max_completion_tokens
     if limit is UNSET or limit is None:
         limit = fields.max_tokens
+    previous = ""
+    if row.own:
+        if fields.max_output_tokens is not UNSET:
+            limit = fields.max_output_tokens
+        previous = fields.previous_response_id or ""
+    if not row.generates:
+        limit = 0
     options = fields.stream_options
     return Peek(
         model=model,
@@ -244,6 +360,7 @@ def _peek(fields: Any, allow: Allow, tokens: int, counted: bool, media: int, fou
         token_ids=counted,
         media=media,
         layout=found,
+        previous=previous,
     )
 
 
@@ -285,7 +402,7 @@ def _proven(body: bytes | bytearray, found: Layout, row: _Row, allow: Allow) -> 
     seen = set()
     for field in found.fields:
         key = field.key
-        if not allow.transfer and (key.startswith("bootstrap_") or key.endswith("dp_rank")):
+        if _aims(key, allow):
             return _forbidden(key)
         if key not in row.routed:
             continue

@@ -46,6 +46,12 @@ def rewrite(
     return b"".join([*parts, body[at:]])
 
 
+def rewrite_form(body: bytes | bytearray, place: tuple[int, int], model: str) -> bytes:
+    """A form with another model's name at *place* (`Peek.model_at`)."""
+    start, end = place
+    return b"".join((body[:start], model.encode("utf-8", "replace"), body[end:]))
+
+
 def _asking(body: bytes | bytearray, options: Field) -> list[tuple[int, int, bytes]]:
     """The cuts that make *options* (an object, or null) ask for usage."""
     value = body[options.value : options.end]

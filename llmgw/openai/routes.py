@@ -11,14 +11,21 @@ from typing import Literal
 
 import msgspec
 
-Kind = Literal["inference", "page"]
-"""inference: relayed to an endpoint that serves the body's model. page: answered by the gateway itself."""
+Kind = Literal["inference", "kept", "page"]
+"""inference: relayed to an endpoint that serves the body's model. kept: relayed to the endpoint that made the answer
+whose id stands in the path. page: answered by the gateway itself."""
 
 Dialect = Literal["openai", "anthropic"]
 """Whose error bodies the client expects."""
 
-Shape = Literal["", "chat", "completions", "generate"]
-"""What the request's body and the answer look like; "" where there is no body."""
+Shape = Literal[
+    "", "chat", "completions", "generate", "responses", "messages", "count", "input", "speech", "rerank", "score",
+    "tokenize", "detokenize", "media",
+]  # fmt: skip
+"""What the request's body and the answer look like; "" where there is no body that we read."""
+
+GENERATING: frozenset[Shape] = frozenset(("chat", "completions", "generate", "responses", "messages"))
+"""Shapes whose answers are made token by token."""
 
 ID = "{id}"
 
@@ -32,11 +39,34 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     dialect: Dialect = "openai"
     shape: Shape = ""
 
+    @property
+    def generates(self) -> bool:
+        """Whether its answer is made token by token; all else is a prompt's pass and ends with it."""
+        return self.shape in GENERATING
+
 
 TABLE: tuple[Route, ...] = (
     Route(path="/v1/chat/completions", methods=("POST",), kind="inference", shape="chat"),
     Route(path="/v1/completions", methods=("POST",), kind="inference", shape="completions"),
     Route(path="/inference/v1/generate", methods=("POST",), kind="inference", shape="generate"),
+    Route(path="/v1/responses", methods=("POST",), kind="inference", shape="responses"),
+    Route(path="/v1/responses/{id}/cancel", methods=("POST",), kind="kept"),
+    Route(path="/v1/responses/{id}/input_items", methods=("GET",), kind="kept"),
+    Route(path="/v1/responses/{id}", methods=("GET", "DELETE"), kind="kept", shape="responses"),
+    Route(path="/v1/messages", methods=("POST",), kind="inference", dialect="anthropic", shape="messages"),
+    Route(path="/v1/messages/count_tokens", methods=("POST",), kind="inference", dialect="anthropic", shape="count"),
+    Route(path="/v1/embeddings", methods=("POST",), kind="inference", shape="input"),
+    Route(path="/v1/rerank", methods=("POST",), kind="inference", shape="rerank"),
+    Route(path="/rerank", methods=("POST",), kind="inference", shape="rerank"),
+    Route(path="/v1/score", methods=("POST",), kind="inference", shape="score"),
+    Route(path="/score", methods=("POST",), kind="inference", shape="score"),
+    Route(path="/pooling", methods=("POST",), kind="inference", shape="input"),
+    Route(path="/classify", methods=("POST",), kind="inference", shape="input"),
+    Route(path="/tokenize", methods=("POST",), kind="inference", shape="tokenize"),
+    Route(path="/detokenize", methods=("POST",), kind="inference", shape="detokenize"),
+    Route(path="/v1/audio/speech", methods=("POST",), kind="inference", shape="speech"),
+    Route(path="/v1/audio/{id}", methods=("POST",), kind="inference", shape="media"),
+    Route(path="/v1/images/{id}", methods=("POST",), kind="inference", shape="media"),
     Route(path="/v1/models", methods=("GET",), kind="page"),
     Route(path="/v1/models/{id}", methods=("GET",), kind="page"),
     Route(path="/health", methods=("GET",), kind="page"),

@@ -15,18 +15,16 @@ send one such delta a token, or fewer (``--stream-interval``, multi-token words)
 from __future__ import annotations
 
 import re
-from typing import Literal
 
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
 from llmgw.openai.cut import CAP, EVENT, LAST, PART, Cutter, data_of
 from llmgw.openai.errors import upstream_message
+from llmgw.openai.routes import Shape
 from llmgw.openai.usage import Reported, Usage
 
-AnswerShape = Literal["", "chat", "completions", "generate", "responses", "messages"]
-
-_NAMES: dict[AnswerShape, tuple[bytes, ...]] = {
+_NAMES: dict[Shape, tuple[bytes, ...]] = {
     "": (b'"content"', b'"reasoning"', b'"reasoning_content"', b'"arguments"', b'"text"'),
     "chat": (b'"content"', b'"reasoning"', b'"reasoning_content"', b'"arguments"'),
     "completions": (b'"text"',),
@@ -34,7 +32,7 @@ _NAMES: dict[AnswerShape, tuple[bytes, ...]] = {
     "responses": (b'"delta"',),
     "messages": (b'"text"', b'"thinking"', b'"partial_json"'),
 }
-"""Names of the strings with generated text, by the shape of the answer; "" for a stream whose route is not known."""
+"""Names of the strings with generated text, by the shape of the answer; "" for all others."""
 
 _WORD = re.compile(rb'[ \t]*:[ \t]*"(?!")')
 
@@ -88,8 +86,8 @@ class Meter:
         "usage",
     )
 
-    def __init__(self, shape: AnswerShape = "", cap: int = CAP) -> None:
-        self._names = _NAMES[shape]
+    def __init__(self, shape: Shape = "", cap: int = CAP) -> None:
+        self._names = _NAMES.get(shape) or _NAMES[""]
         self._cap = cap
         self._cutter = Cutter(cap)
         self._counts: dict[bytes, int] = {}  # strings with generated text, by name

@@ -32,6 +32,10 @@ def decide(
     endpoints = snapshot.endpoints
     at: Sequence[int] = range(len(endpoints))
     refused: tuple[Refused, ...] = ()
+    if query.request.only:
+        at = [i for i, e in enumerate(endpoints) if e.id == query.request.only]
+        if len(at) != len(endpoints):
+            refused = (Refused("only", tuple(i for i in range(len(endpoints)) if i not in at)),)
     for one in profile.filters:
         stay = one.keep(query, snapshot, at, now)
         if len(stay) != len(at):

@@ -63,7 +63,8 @@ class Router:
     def expected(self, request: InferenceRequest, model: str) -> int:
         """Completion tokens that are expected of the answer."""
         mean = self._expected.get(model, EXPECTED)
-        return int(min(mean, request.max_tokens or mean)) * max(request.n, 1)
+        limit = mean if request.max_tokens is None else request.max_tokens
+        return int(min(mean, limit)) * max(request.n, 1)
 
     def unknown_profile(self, name: str) -> Refusal | None:
         """The refusal for a profile that is none."""

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import attrs
+from msgspec import structs
 
 from llmgw import reasons
 from llmgw.config import ModelPolicy, Server
@@ -45,6 +46,7 @@ from llmgw.routing.decision import Decision
 from llmgw.routing.health import Event
 from llmgw.routing.policy import canary
 from llmgw.server.fleet import Fleet, Place
+from llmgw.server.kept import Kept
 from llmgw.server.retries import Poison, RetryBudget
 
 if TYPE_CHECKING:
@@ -54,6 +56,7 @@ HUNG = 60.0
 """Seconds without any sign of life (a token of any request, a probe that was answered) after which an engine is given
 up: longer than its longest step, and with the probes' own time well below two minutes."""
 
+HEALTH = frozenset(("/health", "/healthz", "/readyz"))
 HEALTHY, UNHEALTHY = Page(), Page(status=503)
 
 
@@ -113,6 +116,7 @@ class Brain:
         self._merged = Merged(b"", {})
         self._budget = RetryBudget()
         self._poison = Poison()
+        self._kept = Kept()
         self._router = fleet.router
         fleet.listeners.append(self._renew)
         fleet.on_failed_probe = self._given_up
@@ -138,7 +142,7 @@ class Brain:
     def admit(self, request: InferenceRequest) -> Lease | Several | Refusal | Page:
         """identify → model → reserve → decide."""
         route = request.head.route
-        if not route.startswith(("/v1/", "/inference/")):
+        if route in HEALTH:
             return self._health_page(route)
         principal = self.hooks.identify(request.head)
         if isinstance(principal, Refusal):
@@ -147,12 +151,18 @@ class Brain:
             return self._models_page(route.removeprefix("/v1/models")[1:])
         if self.draining:
             return Refusal(reason="draining", message="This server is shutting down; ask another, or again shortly.")
+        if request.continues:
+            found = self._continued(request, principal)
+            if isinstance(found, Refusal):
+                return found
+            request = found
         model = self._model(request.model)
         if isinstance(model, Refusal):
             return model
         if (wrong := self._router.unknown_profile(request.profile)) is not None:
             return wrong
-        model = self._policy(model, request)
+        if not request.only:
+            model = self._policy(model, request)
         expected = self._router.expected(request, model)
         reservation = self.hooks.reserve(principal, request, request.prompt_tokens + expected)
         if isinstance(reservation, Refusal):
@@ -183,6 +193,21 @@ class Brain:
         self._entries[lease.id] = entry
         self.fleet.sent(place, lease.id, request, decision)
         return lease
+
+    def _continued(self, request: InferenceRequest, principal: Principal) -> InferenceRequest | Refusal:
+        """*request* bound to the endpoint that made the answer it refers to. Another principal's is as good as none."""
+        kept = self._kept.find(principal.name, request.continues)
+        if kept is not None and kept.endpoint in self.fleet.places:
+            return structs.replace(request, only=kept.endpoint, model=request.model or kept.model)
+        shown = repr(_short(request.continues))
+        why = "it was made elsewhere, or is forgotten" if kept is None else "the engine that made it is gone"
+        if request.model:
+            return Refusal(
+                reason="bad_field",
+                param="previous_response_id",
+                message=f"Response {shown} cannot be continued: {why}. Send the whole conversation instead.",
+            )
+        return Refusal(reason="response_not_found", message=f"There is no response {shown}: {why}.")
 
     def _model(self, asked: str) -> str | Refusal:
         """The model that *asked* means."""
@@ -395,6 +420,12 @@ class Brain:
         self._router.progress(entry.lease.id, tokens, now)
         self.hooks.progress(entry.reservation, tokens)
 
+    def made(self, lease: int, answer: str) -> None:
+        """Who refers to *answer* goes to the endpoint that makes it."""
+        entry = self._entries.get(lease)
+        if entry is not None:
+            self._kept.keep(entry.principal.name, answer, entry.place.endpoint.id, entry.request.model)
+
     def quiet(self, lease: int, seconds: float) -> Refusal | None:
         """No byte for *seconds*: a long generation on a living engine, or the end."""
         entry = self._entries.get(lease)
@@ -490,9 +521,7 @@ class Brain:
 
     def _finish(self, outcome: Outcome, model: str, endpoint: str) -> None:
         self._metrics.settled(outcome, self.fleet.models.get(model, model))
-        if (
-            outcome.route.startswith(("/v1/", "/inference/")) or outcome.reason
-        ):  # health checks would drown everything else
+        if outcome.route not in HEALTH or outcome.reason:  # health checks would drown everything else
             self._log.request(outcome, endpoint)
 
     def _bug(self, what: str, request_id: str = "") -> Refusal:

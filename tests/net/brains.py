@@ -34,6 +34,7 @@ class RoundRobin:
         self.waiting: dict[int, InferenceRequest] = {}
         self.outcomes: list[Outcome] = []
         self.progressed: list[tuple[int, int]] = []
+        self.made_answers: list[str] = []
         self.asked_quiet = 0
         self.patience = patience  # how often `quiet` says: go on
         self._next = 0
@@ -91,6 +92,10 @@ class RoundRobin:
     def progress(self, lease: int, tokens: int) -> None:
         assert lease in self.open
         self.progressed.append((lease, tokens))
+
+    def made(self, lease: int, answer: str) -> None:
+        assert lease in self.open
+        self.made_answers.append(answer)
 
     def quiet(self, lease: int, seconds: float) -> Refusal | None:
         assert lease in self.open

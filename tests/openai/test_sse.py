@@ -11,7 +11,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from llmgw.openai.cut import CAP
-from llmgw.openai.sse import HELD, AnswerShape, JsonMeter, Meter
+from llmgw.openai.routes import Shape
+from llmgw.openai.sse import HELD, JsonMeter, Meter
 from llmgw.openai.usage import Usage
 from tests.openai.captures import body
 
@@ -22,7 +23,7 @@ def state(meter: Meter | JsonMeter) -> tuple[object, ...]:
     )  # fmt: skip
 
 
-def fed(*slices: bytes, shape: AnswerShape = "chat", cap: int = CAP, finish: bool = False) -> Meter:
+def fed(*slices: bytes, shape: Shape = "chat", cap: int = CAP, finish: bool = False) -> Meter:
     meter = Meter(shape, cap)
     for piece in slices:
         meter.feed(piece)
@@ -56,7 +57,7 @@ def chunk(delta: dict[str, Any], **more: Any) -> bytes:
         ("transformers/responses-stream", "responses", 11, 3, Usage(16, 0, 3), True),
     ],
 )
-def test_real_streams(name: str, shape: AnswerShape, events: int, tokens: int, usage: Usage, done: bool) -> None:
+def test_real_streams(name: str, shape: Shape, events: int, tokens: int, usage: Usage, done: bool) -> None:
     text = body(name)
     meter = fed(text, shape=shape)
     assert (meter.events, meter.tokens, meter.usage, meter.done, meter.error) == (events, tokens, usage, done, False)
