@@ -530,17 +530,20 @@ class Exchange:
             )
             return
         self._body = body
+        allow = host.allow
+        if allow.transfer and not route.pipelined:
+            allow = peek.Allow(priority=allow.priority)
         if form:
             boundary = multipart.boundary_of(values[b"content-type"])
             if boundary is None:
                 self._refuse(Refusal(reason="bad_form", message="Content-Type names no boundary for the form's parts"))
                 return
-            self._reading = peek.peek_form(body, boundary, allow=host.allow)
+            self._reading = peek.peek_form(body, boundary, allow=allow)
             self._read_on()
         elif isinstance(body, bytes) and len(body) <= peek.AT_ONCE:
-            self._peeked(peek.peek(route, body, allow=host.allow))
+            self._peeked(peek.peek(route, body, allow=allow))
         else:
-            self._reading = peek.peek_steps(route, body, allow=host.allow)
+            self._reading = peek.peek_steps(route, body, allow=allow)
             host.soon(self._read_on)
 
     def _read_on(self) -> None:
@@ -598,7 +601,7 @@ class Exchange:
         if isinstance(answer, Several):
             self._take_answer(Wait(answer.ticket))
             host.several(answer.ticket, request, head, self._body)
-        elif isinstance(answer, Lease) and host.allow.transfer:
+        elif isinstance(answer, Lease) and host.allow.transfer and self._route is not None and self._route.pipelined:
             self._lease = answer  # what may aim an engine was let in for a pipeline to take out, and there is none
             self._refuse(Refusal(reason="internal", message="a request that must go through a pipeline does not"))
         else:

@@ -40,6 +40,11 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     shape: Shape = ""
 
     @property
+    def pipelined(self) -> bool:
+        """Whether a pipeline can serve it: its phases know these bodies."""
+        return self.shape in ("chat", "completions", "generate")
+
+    @property
     def generates(self) -> bool:
         """Whether its answer is made token by token; all else is a prompt's pass and ends with it."""
         return self.shape in GENERATING

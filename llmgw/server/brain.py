@@ -26,6 +26,7 @@ from llmgw.kvcache import blocks
 from llmgw.logs import Log
 from llmgw.metrics import Metrics
 from llmgw.openai.models import Merged, merge
+from llmgw.openai.routes import TABLE
 from llmgw.request import (
     Failure,
     Head,
@@ -56,6 +57,7 @@ HUNG = 60.0
 """Seconds without any sign of life (a token of any request, a probe that was answered) after which an engine is given
 up: longer than its longest step, and with the probes' own time well below two minutes."""
 
+PIPELINED = frozenset(route.path for route in TABLE if route.pipelined)
 HEALTH = frozenset(("/health", "/healthz", "/readyz"))
 HEALTHY, UNHEALTHY = Page(), Page(status=503)
 
@@ -168,7 +170,7 @@ class Brain:
         if isinstance(reservation, Refusal):
             return reservation
         self._budget.request(self._clock())
-        if self.pipelines is not None:
+        if self.pipelines is not None and route in PIPELINED and not request.only:
             several = self.pipelines.admit(request, model, principal, reservation)
             if several is not None:
                 return several
