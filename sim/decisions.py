@@ -59,7 +59,7 @@ class Watcher(Protocol):
     def reported(self, endpoint: str, report: Report, now: float) -> None: ...
 
     def release(self, now: float) -> Iterable[tuple[str, str | Refusal]]:
-        """Called after every settlement and report: (request id, answer) for requests that were told to wait.
+        """Called after every settlement, report and step: (request id, answer) for requests that were told to wait.
 
         A policy without it is asked anew for those that wait, oldest first, until it says None.
         """
@@ -375,6 +375,8 @@ class _Rehearsal:
             elif now - ask.told >= 1.0:
                 ask.told = now
                 self.tell("progress", name, ask.request, seq.produced, now)
+        if produced and hasattr(self.policy, "release"):
+            self.admit()  # first tokens, and time, let others in as well
         self.step(live)
 
     def look(self) -> None:

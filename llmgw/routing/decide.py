@@ -104,6 +104,7 @@ def _roster(endpoints: tuple[Endpoint, ...]) -> Roster:
 _SAYS = {
     "model": "No endpoint serves {model!r} at the moment.",
     "phases": "No endpoint of {model!r} does {phases}.",
+    "admitted": "None of the {count} endpoints of {model!r} that could serve it has room for its band.",
     "healthy": "None of the {count} endpoints of {model!r} is healthy; `llmgw ctl endpoints` says why.",
     "tried": "All {count} healthy endpoints of {model!r} were tried.",
     "concurrency": "All {count} endpoints of {model!r} have as many requests as max_concurrency allows.",

@@ -31,6 +31,7 @@ class Query(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     phases: tuple[Phase, ...] = WHOLE
     decode: int = 256  # tokens expected of the answer
     tried: Collection[str] = ()  # endpoint ids that have failed it already
+    allowed: Collection[str] | None = None  # endpoint ids that admission grants; None: any
     sticky: str = ""  # endpoint id that serves its session
 
 

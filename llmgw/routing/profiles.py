@@ -2,7 +2,7 @@
 
 Ours are written in the same form as a user's, which is a plain mapping (of YAML):
 
-    filters: [healthy, {labels: {labels: {pool: batch}}}]     after `model`, which always comes first
+    filters: [healthy, {labels: {labels: {pool: batch}}}]     after `model` and `admitted`, which always come first
     scorers: {queue: 1, prefix: {weight: 2, shared: 0.2}}
     picker: best | {near: {spread: 0.1}}
 """
@@ -23,7 +23,7 @@ FILTERS: Registry[Filter] = Registry("filter", filters)
 SCORERS: Registry[Scorer] = Registry("scorer", scorers)
 PICKERS: Registry[Picker] = Registry("picker", pickers)
 
-FIRST = ("model",)  # before a profile's own: nothing else makes sense without
+FIRST = ("model", "admitted")  # before a profile's own: nothing else makes sense without
 ALWAYS = ("healthy", "tried", "concurrency", "context")  # unless a profile lists its own
 
 BUILT_IN: dict[str, dict[str, Any]] = {
