@@ -77,7 +77,7 @@ LINGER_SECONDS, LINGER_BYTES = 2.0, 1 << 20
 FLUSH_SECONDS = 60.0
 """Without a byte taken for so long, a client that does not read is gone."""
 
-BULK = 2 << 10
+BULK = 512
 """Bytes of a read from which on it is worth asking whether they are all alike."""
 
 OTHERS = 4
@@ -192,7 +192,7 @@ class Exchange:
     """See the module's text. *peer*: the client's address, for fairness and logs."""
 
     __slots__ = (
-        "_advancing", "_answer_head", "_body", "_body_from", "_body_have", "_buffer", "_chunked", "_client", "_close_after",
+        "_advancing", "_answer_head", "_body", "_body_from", "_body_have", "_buffer", "_carry", "_chunked", "_client", "_close_after",
         "_decoder", "_filter", "_gap", "_head", "_held", "_ids", "_inbuf", "_known", "_last", "_lease", "_left", "_meter", "_next_progress",
         "_open", "_outcome", "_peek", "_peer", "_reading", "_request_id", "_reused", "_route", "_scanned", "_sent_any",
         "_sse", "_state", "_ticket", "_unsent", "_upbuf", "_upstream", "_want_head", "deadline", "host", "job", "task",
@@ -241,6 +241,7 @@ class Exchange:
         self._sent_any = False
         self._sse = False
         self._decoder: http1.Chunked | None = None
+        self._carry = b""  # the beginning of a chunk, which the client has but the meter does not
         self._left = 0
         self._meter: Meter | JsonMeter | None = None
         self._filter: UsageFilter | None = None
@@ -854,21 +855,28 @@ class Exchange:
         surplus = False
         decoder = self._decoder
         raw = data
-        tokens = meter.tokens
-        at = 0  # bytes of the body that were metered in bulk
+        events = meter.events
+        read = 0  # bytes of the body that were metered in bulk, or are kept to be
         if decoder is not None:
+            carried = len(self._carry)
+            rest = self._carry + data if carried else data
+            self._carry = b""
             try:
-                if self._sse and len(data) > BULK and self._filter is None and self._ids is None:
-                    at = self._bulk(decoder, meter, data)
-                payload = decoder.feed(data[at:] if at else data) if at < len(data) else b""
+                if self._sse and self._filter is None:
+                    if len(rest) > BULK:
+                        read = self._bulk(decoder, meter, rest)
+                        rest = rest[read:]
+                    if rest and decoder.begins(rest):
+                        self._carry, rest = rest, b""
+                payload = decoder.feed(rest) if rest else b""
             except http1.Malformed as error:
                 self._broken(error.message)
                 return
             if decoder.in_trailer:
                 done = decoder.done
-                raw = data[: at + decoder.last] if decoder.last >= 0 else b""
+                raw = data[: read + decoder.last - carried] if decoder.last >= 0 else b""
                 if done:
-                    surplus = at + decoder.end < len(data)
+                    surplus = decoder.end < len(rest)
                     raw += b"\r\n"  # an engine's trailer fields end here
         elif head.length >= 0:
             if len(data) > self._left:
@@ -888,15 +896,15 @@ class Exchange:
         if self._filter is not None or (decoder is not None and self._http10()):
             raw = self._reframe(payload, done)
         self._quiet_until()
-        if meter.tokens != tokens or not self._sse:
-            self._count(now, meter.tokens)
+        if meter.events != events:
+            self._count(now, meter)
         if done:
             self._answer_done(raw, reusable=head.keep_alive and not surplus)
             return
         if not raw:
             return
         if not self._sent_any:
-            if not self._sse or not (payload or at):
+            if not self._sse or not (payload or read or self._carry):
                 self._held.append(raw)
                 if self._sse or sum(map(len, self._held)) <= HELD:
                     return
@@ -955,16 +963,17 @@ class Exchange:
         self._body = b""
         self._want_head = b""
 
-    def _count(self, now: float, tokens: int) -> None:
-        if self._gap is not None and self._sse:
-            if self._next_progress == NEVER:
-                self._next_progress = now  # the first token has no gap before it
-            else:
-                self._gap(now - self._last)
-            self._last = now
-            if now >= self._next_progress and self._lease is not None:
-                self._next_progress = now + PROGRESS_SECONDS
-                self.host.brain.progress(self._lease.id, tokens)
+    def _count(self, now: float, meter: Meter | JsonMeter) -> None:
+        """Events have come: a gap for the histogram, and now and then progress for the brain."""
+        if self._next_progress == NEVER:  # the first token has no gap before it
+            if meter.tokens:
+                self._next_progress = now
+        elif self._gap is not None:
+            self._gap(now - self._last)
+        self._last = now
+        if now >= self._next_progress and self._lease is not None:
+            self._next_progress = now + PROGRESS_SECONDS
+            self.host.brain.progress(self._lease.id, meter.tokens)
 
     def _to_client(self, data: bytes) -> bool:
         """Write; False if the client turned out to be gone (everything has ended then)."""
@@ -1095,7 +1104,9 @@ class Exchange:
         if self._sse and meter is not None and meter.at_boundary and head is not None:
             event = errors.error_event(refusal, anthropic=self._anthropic())
             if self._filter is not None or (self._decoder is not None and not self._http10()):
-                if self._filter is not None or (self._decoder is not None and self._decoder.boundary):
+                if self._filter is not None or (
+                    self._decoder is not None and self._decoder.boundary and not self._carry
+                ):
                     clean = self._to_client(b"%x\r\n%b\r\n" % (len(event), event))
             elif head.length == -2 or self._http10():
                 clean = self._to_client(event)
@@ -1213,6 +1224,9 @@ class Exchange:
         brain.settle(self._lease.id if self._lease is not None else None, outcome)
 
     def _usage(self, outcome: Outcome, meter: Meter | JsonMeter) -> None:
+        if self._carry and self._decoder is not None:
+            meter.feed(self._decoder.feed(self._carry))
+            self._carry = b""
         meter.finish()
         usage = meter.usage
         generates = self._route is None or self._route.generates

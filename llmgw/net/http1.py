@@ -389,6 +389,10 @@ class Chunked:
             return start, 0
         return i, count
 
+    def begins(self, data: bytes) -> bool:
+        """Is *data*, at a boundary, the beginning of one chunk of a size known well, and not all of it?"""
+        return self.boundary and len(data) < self._STEPS.get(data[:5], 0) <= EXTENSION_BYTES
+
     @property
     def missing(self) -> int:
         """Bytes until the chunk that is being read is whole; 0 at a boundary or where that is not known."""

@@ -150,7 +150,6 @@ class Meter:
             not self._cutter.idle
             or not self._word
             or data.count(before, start, end) != count
-            or data.count(after, start, end) != count
             or data.count(b'"', start, end) != count * (before.count(b'"') + after.count(b'"'))
             or data.find(b"\\", start, end) >= 0
             or data.find(before + b'"', start, end) >= 0  # a word that is empty is no token
