@@ -194,7 +194,7 @@ class Exchange:
     __slots__ = (
         "_advancing", "_answer_head", "_body", "_body_from", "_body_have", "_buffer", "_carry", "_chunked", "_client", "_close_after",
         "_decoder", "_filter", "_gap", "_head", "_held", "_ids", "_inbuf", "_known", "_last", "_lease", "_left", "_meter", "_next_progress",
-        "_open", "_outcome", "_peek", "_peer", "_reading", "_request_id", "_reused", "_route", "_scanned", "_sent_any",
+        "_open", "_outcome", "_peek", "_peer", "_raw", "_reading", "_request_id", "_reused", "_route", "_scanned", "_sent_any",
         "_sse", "_state", "_ticket", "_unsent", "_upbuf", "_upstream", "_want_head", "deadline", "host", "job", "task",
         "timer",
     )  # fmt: skip
@@ -240,6 +240,7 @@ class Exchange:
         self._held: list[bytes] = []
         self._sent_any = False
         self._sse = False
+        self._raw = False  # a stream whose bytes go on as they come, so that its payload is for the meter only
         self._decoder: http1.Chunked | None = None
         self._carry = b""  # the beginning of a chunk, which the client has but the meter does not
         self._left = 0
@@ -815,6 +816,7 @@ class Exchange:
         if not self._sse:
             self._filter = None
         self._decoder = http1.Chunked() if head.length == -1 else None
+        self._raw = self._sse and self._filter is None and not self._http10() and route.shape != "responses"
         self._left = head.length
         self._gap = self.host.gaps(outcome.model)
         self._ids = IdFinder() if route.shape == "responses" else None
@@ -862,7 +864,7 @@ class Exchange:
             rest = self._carry + data if carried else data
             self._carry = b""
             try:
-                if self._sse and self._filter is None:
+                if self._raw:
                     if len(rest) > BULK:
                         read = self._bulk(decoder, meter, rest)
                         rest = rest[read:]
