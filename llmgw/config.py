@@ -734,15 +734,28 @@ def _unroutable(document: Document, server: Server) -> Iterator[Problem]:
             yield document.problem(("models", name), "names itself as its fallback or canary")
 
 
-def parse(text: str, file: str = "", *, environ: Mapping[str, str] | None = None, endpoints: bool = False) -> Server:
+def _unsaid(_: str) -> None:
+    return None
+
+
+def parse(
+    text: str,
+    file: str = "",
+    *,
+    environ: Mapping[str, str] | None = None,
+    endpoints: bool = False,
+    tell: Callable[[str], None] = _unsaid,
+) -> Server:
     """The configuration in *text*. Raises ConfigError with every problem.
 
     The Coordinator's file is recognised and translated, with the overrides in *environ*; *endpoints* says that engines
-    are named elsewhere, so that it needs no gateway.
+    are named elsewhere, so that it needs no gateway; *tell* gets what has no effect here.
     """
     document = Document(text, file)
     if is_coordinator(document.data) and not document.problems:
         found = translate(document.data, environ or {}, endpoints=endpoints)
+        for note in found.notes:
+            tell(f"{file}: {note}" if file else note)
         if found.document is None:
             raise ConfigError(sorted((document.problem(at, said) for at, said in found.problems), key=lambda p: p.line))
         document.data = found.document
@@ -756,14 +769,20 @@ def parse(text: str, file: str = "", *, environ: Mapping[str, str] | None = None
     return server
 
 
-def load(path: str, *, environ: Mapping[str, str] | None = None, endpoints: bool = False) -> Server:
+def load(
+    path: str,
+    *,
+    environ: Mapping[str, str] | None = None,
+    endpoints: bool = False,
+    tell: Callable[[str], None] = _unsaid,
+) -> Server:
     """The configuration in the file at *path*. Raises ConfigError, also for a file that cannot be read."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise ConfigError([Problem(f"cannot be read: {reason}", "", path)]) from error
-    return parse(text, path, environ=environ, endpoints=endpoints)
+    return parse(text, path, environ=environ, endpoints=endpoints, tell=tell)
 
 
 # -- flags ---------------------------------------------------------------------------------------------------------

@@ -29,7 +29,8 @@ Place = tuple[str | int, ...]
 COMMON = ("kv_connector", "ec_connector", "use_openai_format")
 """Set for the whole pipeline, handed to every step that has them; a step's own win."""
 
-DEFAULT_PATH = "config/coordinator/coordinator.yaml"
+TRANSLATED = "coordinator"
+"""Name of the pipeline that a Coordinator's file becomes."""
 
 
 def _positive(value: float) -> str | None:
@@ -293,8 +294,8 @@ def translate(document: Mapping[str, Any], environ: Mapping[str, str], *, endpoi
             "listeners": [{"address": values[("server", "listen_addr")]}],
             "limits": {"body": (size or 64) << 20, "body_grace": values[("server", "read_timeout")]},
             "timeouts": {"drain": values[("server", "shutdown_timeout")]},
-            "pipelines": {"coordinator": made},
-            "pipeline": "coordinator",
+            "pipelines": {TRANSLATED: made},
+            "pipeline": TRANSLATED,
         },
         (),
         tuple(notes),

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from llmgw.errors import ConfigError, Problem
+
 if TYPE_CHECKING:
     from llmgw.config import Driver, Server
+
+DEFAULT_PATH = "config/coordinator/coordinator.yaml"
+"""What `--config` without a value means: where the Coordinator looks."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 _FLAGS = (
-    click.option("--config", "file", metavar="FILE", help="YAML; examples/server.yaml shows every key."),
+    click.option(
+        "--config",
+        "files",
+        metavar="FILE",
+        multiple=True,
+        is_flag=False,
+        flag_value=DEFAULT_PATH,
+        help="YAML; examples/server.yaml shows every key. Also the Coordinator's file (alone: config/coordinator/"
+        "coordinator.yaml), and beside it a second one that names the engines.",
+    ),
     click.option(
         "--endpoint",
         "endpoints",
@@ -42,7 +57,7 @@ def server_options(command: F) -> F:
 
 def configuration(
     *,
-    file: str | None,
+    files: tuple[str, ...],
     endpoints: tuple[str, ...],
     listen: tuple[str, ...],
     admin: tuple[str, ...],
@@ -52,5 +67,46 @@ def configuration(
     """What is in force. Raises ConfigError with all problems of file and flags."""
     from llmgw import config
 
-    base = config.load(file) if file else config.Server(version=1)
+    base = config.Server(version=1)
+    loaded = []
+    problems: list[Problem] = []
+    for file in files:
+        try:
+            elsewhere = bool(endpoints) or len(files) > 1
+            loaded.append(config.load(file, environ=os.environ, endpoints=elsewhere, tell=_tell))
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    if len(loaded) == 1:
+        base = loaded[0]
+    elif loaded:
+        base = _both(loaded, files)
     return config.with_flags(base, endpoints=endpoints, listen=listen, admin=admin, log_file=log_file, driver=driver)
+
+
+def _tell(note: str) -> None:
+    click.echo(note, err=True)
+
+
+def _both(loaded: list[Server], files: tuple[str, ...]) -> Server:
+    """A Coordinator's file, and a server's that names the engines."""
+    import attrs
+
+    from llmgw.pipeline.config import TRANSLATED
+
+    pipelines = [one for one in loaded if one.pipeline == TRANSLATED]
+    engines = [one for one in loaded if one.pipeline != TRANSLATED]
+    if len(pipelines) != 1 or len(engines) != 1:
+        raise ConfigError(
+            [Problem("two files are a Coordinator's and one with endpoints; these are not", ", ".join(files))]
+        )
+    coordinator, server = pipelines[0], engines[0]
+    return attrs.evolve(
+        server,
+        listeners=coordinator.listeners,
+        limits=coordinator.limits,
+        timeouts=attrs.evolve(server.timeouts, drain=coordinator.timeouts.drain),
+        pipelines={**server.pipelines, **coordinator.pipelines},
+        pipeline=coordinator.pipeline,
+    )
