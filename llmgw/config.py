@@ -38,7 +38,7 @@ from llmgw.routing.profiles import DEFAULT as DEFAULT_PROFILE
 from llmgw.routing.profiles import profiles
 from llmgw.routing.report import Reader, kinds
 from llmgw.schema import Check, a_name, key, not_empty, not_negative, positive
-from llmgw.units import Duration, Size, format_duration, format_size, parse_address, parse_duration, parse_size
+from llmgw.units import Duration, Size, Unix, format_duration, format_size, parse_address, parse_duration, parse_size
 
 VERSION = 1
 NODES = 100_000  # YAML nodes after aliases are expanded: 200 engines need 5,000; a bomb of aliases needs millions
@@ -174,6 +174,10 @@ class Listener:
     )
     allow_priority: bool = key(
         "Let the body field `priority` through. Engines disagree on its direction: only for one kind.", False
+    )
+    internal: bool = key(
+        "Legs of pipelines are served here: `EPP-Profile` chooses the phase, transfer fields pass. Loopback or unix only.",
+        False,
     )
     forward_headers: HeaderNames = key(
         "Request headers that reach engines besides content-type, accept, accept-language, user-agent, traceparent, tracestate, anthropic-version, anthropic-beta.",
@@ -686,8 +690,19 @@ def _twice(document: Document) -> Iterator[Problem]:
                 )
 
 
+def _is_loopback(address: str) -> bool:
+    where = parse_address(address)
+    return isinstance(where, Unix) or where.host in ("localhost", "::1") or where.host.startswith("127.")
+
+
 def _pipelines(server: Server, document: Document) -> Iterator[Problem]:
     """What is wrong with pipelines whose keys are sound, and names that mean none."""
+    for i, listener in enumerate(server.listeners):
+        if listener.internal and not _is_loopback(listener.address):
+            yield document.problem(
+                ("listeners", i, "address"),
+                f"an internal listener lets requests aim engines at hosts: {listener.address} must be loopback or unix",
+            )
     for name, pipeline in server.pipelines.items():
         try:
             build_pipeline(pipeline)

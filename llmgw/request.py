@@ -17,6 +17,9 @@ import msgspec
 Phase = Literal["encode", "prefill", "decode"]
 PHASES: tuple[Phase, ...] = ("encode", "prefill", "decode")
 
+Prefer = Literal["", "if-available", "reserve-endpoint"]
+"""What a leg on an internal listener asks for besides: serve it only from a warm cache; only say who would serve it."""
+
 UsageSource = Literal["engine", "counted", "estimated"]
 """How token counts are known: the engine said so, content deltas were counted, or guessed from bytes."""
 
@@ -55,6 +58,10 @@ class InferenceRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     ids: tuple[int, ...] = ()  # the prompt's token ids, where it came as such
     media: int = 0  # number of images, videos, sounds in the prompt
     lora: str = ""
+    phases: tuple[Phase, ...] = ("prefill", "decode")  # what is asked for: less than all on an internal listener only
+    internal: bool = False  # it is a leg that another pipeline sent, never to be split again
+    prefer: Prefer = ""
+    pin: str = ""  # HOST:PORT of the endpoint that an earlier `reserve-endpoint` named
     explain: bool = False  # x-llmgw-explain: 1
     continues: str = ""  # id of an earlier answer: only the endpoint that made it can serve this
     only: str = ""  # id of the one endpoint that may serve it; the brain's own mark

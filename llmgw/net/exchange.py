@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from llmgw import reasons
 from llmgw.kvcache import blocks
-from llmgw.net import http1
+from llmgw.net import http1, internal
 from llmgw.net.channel import SIZE, Channel
 from llmgw.openai import errors, multipart, peek, routes
 from llmgw.openai.responses import IdFinder
@@ -139,6 +139,8 @@ class Host(Protocol):
     rng: random.Random
     read_request: http1.RequestReader
     allow: peek.Allow
+    internal: bool  # pipelines send their legs here
+    strips: bool  # what aims an engine is let in, since all requests go through pipelines that take it out
     half_close: bool
     draining: bool
 
@@ -599,11 +601,17 @@ class Exchange:
             continues=asked.previous,
             accepted=outcome.accepted,
         )
+        if host.internal:
+            leg = internal.read(request, head)
+            if isinstance(leg, Refusal):
+                self._refuse(leg)
+                return
+            request = leg
         answer = host.brain.admit(request)
         if isinstance(answer, Several):
             self._take_answer(Wait(answer.ticket))
             host.several(answer.ticket, request, head, self._body)
-        elif isinstance(answer, Lease) and host.allow.transfer and self._route is not None and self._route.pipelined:
+        elif isinstance(answer, Lease) and host.strips and self._route is not None and self._route.pipelined:
             self._lease = answer  # what may aim an engine was let in for a pipeline to take out, and there is none
             self._refuse(Refusal(reason="internal", message="a request that must go through a pipeline does not"))
         else:

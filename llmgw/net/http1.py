@@ -40,6 +40,9 @@ READ_ONCE = frozenset(
 )  # fmt: skip
 """Request fields that we read: a second one of the same name could mean two things to two readers."""
 
+INTERNAL = frozenset((b"epp-profile", b"prefer", b"x-gateway-destination-endpoint"))
+"""Read, and passed on, on internal listeners only."""
+
 TO_ENGINE = frozenset(
     (
         b"content-type", b"accept", b"accept-language", b"user-agent", b"traceparent", b"tracestate",
@@ -144,16 +147,23 @@ class RequestHead:
 
 
 class RequestReader:
-    """Reads heads of requests. *forward*: lower names of the fields that travel to engines. *keep*: all fields, too."""
+    """Reads heads of requests. *forward*: lower names of the fields that travel to engines. *keep*: all fields, too.
+    *internal*: the fields by which a pipeline steers its legs are read."""
 
     __slots__ = ("_field_count", "_hosts", "_keep", "_names", "_paths")
 
     MOST = 256  # good hosts and paths remembered: a server has one name or two and a dozen routes
 
-    def __init__(self, *, field_count: int, forward: frozenset[bytes] = TO_ENGINE, keep: bool = False) -> None:
+    def __init__(
+        self, *, field_count: int, forward: frozenset[bytes] = TO_ENGINE, keep: bool = False, internal: bool = False
+    ) -> None:
         self._field_count = field_count
+        read = READ_ONCE
+        if internal:
+            read |= INTERNAL
+            forward |= INTERNAL
         self._keep = keep
-        self._names = _Names(read=READ_ONCE, forward=forward, upgrade=frozenset((b"upgrade",)))
+        self._names = _Names(read=read, forward=forward, upgrade=frozenset((b"upgrade",)))
         self._hosts: set[bytes] = set()
         self._paths: dict[bytes, tuple[str, str | None]] = {}
 

@@ -107,8 +107,13 @@ class Relay:
             field_count=limits.header_count,
             forward=http1.TO_ENGINE | {name.lower().encode("ascii") for name in listener.forward_headers},
             keep=several is not None and several.all_headers,
+            internal=listener.internal,
         )
-        self.allow = peek.Allow(priority=listener.allow_priority, transfer=several is not None and several.strips)
+        self.internal = listener.internal
+        self.strips = not listener.internal and several is not None and several.strips
+        self.allow = peek.Allow(
+            priority=listener.allow_priority or listener.internal, transfer=self.strips or listener.internal
+        )
         self._several = several
         self.half_close = listener.half_close == "allow"
         self.draining = False

@@ -46,6 +46,7 @@ from llmgw.routing import explain
 from llmgw.routing.decision import Decision
 from llmgw.routing.health import Event
 from llmgw.routing.policy import canary
+from llmgw.server import legs
 from llmgw.server.fleet import Fleet, Place
 from llmgw.server.kept import Kept
 from llmgw.server.retries import Poison, RetryBudget
@@ -170,15 +171,19 @@ class Brain:
         if isinstance(reservation, Refusal):
             return reservation
         self._budget.request(self._clock())
-        if self.pipelines is not None and route in PIPELINED and not request.only:
+        if self.pipelines is not None and route in PIPELINED and not request.only and not request.internal:
             several = self.pipelines.admit(request, model, principal, reservation)
             if several is not None:
                 return several
-        decision = self._decide(request, model, ())
+        tried = legs.others(self._router.snapshot(self._clock()).endpoints, request.pin) if request.pin else ()
+        decision = self._decide(request, model, tried)
         if isinstance(decision, Refusal):
             self._give_back(reservation, request, principal, decision)
             return decision
         place = self.fleet.places[decision.endpoint.id]
+        if request.prefer and (page := legs.instead(request, decision)) is not None:
+            self._give_back(reservation, request, principal, legs.NOT_SERVED)
+            return page
         lease = self._lease(request, decision, place, 1)
         entry = _Entry(
             request,
@@ -249,7 +254,12 @@ class Brain:
         first: Refusal | None = None
         for name in (model, *policy.fallback):
             found = self._router.choose(
-                request, name, self._clock(), profile=policy.profile or self._config.routing.profile, tried=tried
+                request,
+                name,
+                self._clock(),
+                profile=policy.profile or self._config.routing.profile,
+                phases=request.phases,
+                tried=tried,
             )
             if not isinstance(found, Refusal):
                 return found

@@ -66,6 +66,7 @@ from llmgw.request import (
 )
 from llmgw.routing.decision import Decision
 from llmgw.routing.field import Query
+from llmgw.server.legs import has_prompt
 from llmgw.server.targets import service_target
 
 if TYPE_CHECKING:
@@ -79,9 +80,6 @@ if TYPE_CHECKING:
     from llmgw.server.fleet import Fleet, Place
 
 PROFILE_HEADER = "epp-profile"
-UNCACHED = 256
-"""Most prompt tokens that an endpoint may lack to answer a conditional decode: a block or two of any engine."""
-
 LEG_ANSWER = 64 << 20
 """Bytes of a leg's answer: render sends the tensors of images, about a megabyte each."""
 
@@ -545,7 +543,7 @@ class Pipelines:
     ) -> Answer | Failed:
         endpoint = place.endpoint.id if place is not None else ""
         begun = self._clock()
-        headers = self._headers(job, call, target)
+        headers = self._headers(job, call)
         payload = encode(body) if call.method == "POST" else b""
         timeout = call.timeout or self._pipelines[job.name].config.leg_timeout
         failure: Failed
@@ -590,7 +588,7 @@ class Pipelines:
             self._fleet.happened(place, "connect_failed" if not failure.started else "broke", failure.reason)
         return msgspec.structs.replace(failure, step=call.step)
 
-    def _headers(self, job: Job, call: Call, target: Target) -> list[tuple[str, str]]:
+    def _headers(self, job: Job, call: Call) -> list[tuple[str, str]]:
         """What a leg's head says: what llmgw stamps, and what of the client's may go with it."""
         assert job.head is not None
         stamped = [
@@ -692,14 +690,15 @@ class Pipelines:
         gateway = self._pipelines[job.name].config.gateway
         if gateway:
             target = service_target(gateway)
-            return msgspec.structs.replace(target, headers=tuple(self._headers(job, call, target))), None
+            stamped = tuple(one for one in self._headers(job, call) if one[0] != "x-request-id")  # the exchange's own
+            return msgspec.structs.replace(target, headers=stamped), None
         decision = self._decide(job, call)
         if isinstance(decision, Refusal):
             if command.conditional:
                 return None, Declined()
             return None, Failed(reason=decision.reason, detail=decision.message, started=False)
         if command.conditional:
-            if not decision.cached_tokens or decision.uncached > UNCACHED:
+            if not has_prompt(decision):
                 return None, Declined()
             decision = msgspec.structs.replace(decision, phases=("prefill", "decode"))
         place = self._fleet.places.get(decision.endpoint.id)

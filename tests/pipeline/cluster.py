@@ -72,14 +72,19 @@ async def _host(engine: Engine, scope: trio.CancelScope, started: trio.Event) ->
 
 @asynccontextmanager
 async def cluster(
-    pipeline: str, engines: dict[str, dict[str, Any]], *, extra: str = "", tail: str = ""
+    pipeline: str,
+    engines: dict[str, dict[str, Any]],
+    *,
+    tail: str = "",
+    places: list[dict[str, Any]] | None = None,
 ) -> AsyncIterator[Cluster]:
-    """*pipeline*: YAML of its keys. *engines*: options by name; `fabric`, `bootstrap` are the server's. *tail*: more of the file."""
+    """*pipeline*: YAML of its keys. *engines*: options by name; `fabric`, `bootstrap` are the server's. *tail*: more of the file.
+    *places*: further endpoints, as the file has them."""
     async with trio.open_nursery() as nursery:
         world = RealWorld(1)
         made: dict[str, Engine] = {}
         scopes: dict[str, trio.CancelScope] = {}
-        places = []
+        places = list(places or ())
         for name, options in engines.items():
             fabric = options.pop("fabric", "")
             engine = Engine(
@@ -105,7 +110,8 @@ async def cluster(
             )
         text = (
             "version: 1\n"
-            + f"listeners: [{{address: '127.0.0.1:0'}}]\nadmin: {{addresses: ['127.0.0.1:0']}}\n{tail}\n"
+            + ("" if "listeners" in tail else "listeners: [{address: '127.0.0.1:0'}]\n")
+            + f"admin: {{addresses: ['127.0.0.1:0']}}\n{tail}\n"
             + f"endpoints: {json.dumps(places)}\npipeline: p\npipelines:\n  p:\n"
             + "".join(f"    {line}\n" for line in pipeline.strip().splitlines())
         )
