@@ -14,6 +14,7 @@ from llmgw.agent.preflight import Preflight
 from llmgw.agent.state import State
 from llmgw.agent.supervise import Refusal, launch_of
 from llmgw.control.observed import Desired, Group
+from llmgw.engines import ENGINES
 from llmgw.engines.base import Launch
 from llmgw.engines.network import Kind, fabric_env
 from llmgw.errors import ConfigError, Problem
@@ -126,6 +127,7 @@ class Node:
     async def check(self, desired: Desired) -> Refusal | None:
         while self.checking:  # the first round of preflight: it has an end
             await self.changed.wait()
+        self.preflight.weights.pop(desired.weights, None)  # looked at anew, however short ago that was
         await self.preflight.try_weights([*self.wanted, *self._weights_of(desired)])
         await self.look()
         scopes = {f"engine:{desired.engine}", f"weights:{desired.weights}", *(f"gpu:{uuid}" for uuid in desired.gpus)}
@@ -140,7 +142,7 @@ class Node:
             return Refusal(
                 "GPU-1", f"GPU-1: {', '.join(gone)} is not on this node: {self.inventory.gpu_problem}".rstrip(": ")
             )
-        return self._memory(desired) or await self._gpu_memory(desired)
+        return self._memory(desired) or self._gpu_memory(desired)
 
     def _weights_of(self, desired: Desired) -> tuple[str, ...]:
         return () if desired.engine == "sim" else (desired.weights,)
@@ -156,10 +158,12 @@ class Node:
         text = f"MEM-1: host memory: {free / GIB:.0f} GiB available, loading needs about {need / GIB:.0f} GiB"
         return Refusal("MEM-1", text, "backoff")
 
-    async def _gpu_memory(self, desired: Desired) -> Refusal | None:
+    def _gpu_memory(self, desired: Desired) -> Refusal | None:
         """Strangers on the GPU: vLLM refuses to start if less is free than its share."""
+        if desired.memory_fraction is None or not ENGINES.make(desired.engine, {}).takes_share:
+            return None
         for device in self.inventory.devices:
-            if device.uuid not in desired.gpus or desired.memory_fraction is None or device.memory_free is None:
+            if device.uuid not in desired.gpus or device.memory_free is None:
                 continue
             need = desired.memory_fraction * device.memory
             if device.memory_free < need:

@@ -135,6 +135,7 @@ class Engine:
     owned_flags: ClassVar[frozenset[str]]  # long and short flags that the agent sets, or that could undo what it sets
     env_prefixes: ClassVar[tuple[str, ...]] = ()  # variables the catalogue may set, besides COMMON_ENV
     owned_env: ClassVar[frozenset[str]] = frozenset()  # …except these
+    takes_share: ClassVar[bool] = False  # it takes `memory_share` of each GPU, and does not start if less is free
     abbreviates: ClassVar[bool] = True  # its argument parser takes `--por` for `--port`
     health: ClassVar[Ask] = Ask(path="/health")
     models: ClassVar[Ask] = Ask(path="/v1/models")

@@ -33,6 +33,7 @@ class Sglang(Engine):
 
     api = 1
     name = "sglang"
+    takes_share = True
     default_port = 30000
     metrics = MetricNames(
         running=("sglang:num_running_reqs",),

@@ -38,6 +38,7 @@ class Vllm(Engine):
 
     api = 1
     name = "vllm"
+    takes_share = True
     default_port = 8000
     metrics = MetricNames(
         running=("vllm:num_requests_running",),
