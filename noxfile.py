@@ -63,3 +63,12 @@ def engines(session: nox.Session) -> None:
     """Real engines on the CPU, where LLMGW_LLAMA_SERVER names one; skipped visibly elsewhere."""
     install(session)
     session.run("pytest", "-q", "-m", "engines", *session.posargs)
+
+
+@nox.session
+def sim(session: nox.Session) -> None:
+    """Scenarios through the real gateway in virtual time: those that come with it, or those named after `--`."""
+    install(session)
+    names = session.posargs or [path.stem for path in sorted(Path("sim/scenarios").glob("*.yaml"))]
+    for name in names:
+        session.run("python", "-m", "sim", "run", name)

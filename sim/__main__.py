@@ -55,7 +55,10 @@ def run(scenario_file: str, seed: int | None, level: str, folder: Path | None, p
         result = _run(chosen, number, level)
         wall = time.perf_counter() - started
         if folder is not None:
-            _write(folder, report.encode(report.document(chosen, number, level, result)))
+            _write(folder / "report.json", report.encode(report.document(chosen, number, level, result)))
+            if result.problems:
+                text = scenario.pinned(scenario_file, number)
+                _write(folder / f"{chosen.name}-{number}.yaml", text.encode())
             if plots:
                 report.plot(chosen, result, folder)
     except ConfigError as error:
@@ -70,12 +73,12 @@ def run(scenario_file: str, seed: int | None, level: str, folder: Path | None, p
         sys.exit(1)
 
 
-def _write(folder: Path, text: bytes) -> None:
+def _write(path: Path, text: bytes) -> None:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "report.json").write_bytes(text)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(text)
     except OSError as error:
-        raise ConfigError([Problem(f"cannot write to {folder}: {error.strerror}", where="--report")]) from None
+        raise ConfigError([Problem(f"cannot write {path}: {error.strerror}", where="--report")]) from None
 
 
 def _run(chosen: scenario.Scenario, seed: int, level: str) -> Result:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
@@ -184,11 +185,25 @@ def built_in() -> list[str]:
     return sorted(entry.name.removesuffix(".yaml") for entry in files(__package__).joinpath("scenarios").iterdir())
 
 
-def load(path: str) -> Scenario:
-    """The scenario in the file at *path*, or the built-in one of that name. Paths of traces are relative to it."""
+def where(path: str) -> Path:
+    """The file that *path* means: itself, or the built-in scenario of that name."""
     found = Path(path)
     if path in built_in() and not found.exists():
-        found = Path(str(files(__package__).joinpath("scenarios", f"{path}.yaml")))
+        return Path(str(files(__package__).joinpath("scenarios", f"{path}.yaml")))
+    return found
+
+
+def pinned(path: str, seed: int) -> str:
+    """The text of a scenario with *seed* for its own, so that it plays the same story for ever."""
+    text = where(path).read_text(encoding="utf-8")
+    line = f"seed: {seed}  # found a fault"
+    changed, count = re.subn(r"^seed:.*$", line, text, flags=re.MULTILINE)
+    return changed if count else f"{text.rstrip()}\n{line}\n"
+
+
+def load(path: str) -> Scenario:
+    """The scenario in the file at *path*, or the built-in one of that name. Paths of traces are relative to it."""
+    found = where(path)
     try:
         text = found.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

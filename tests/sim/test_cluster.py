@@ -68,32 +68,13 @@ def test_both_levels_choose_alike_and_tell_alike() -> None:
         assert a[figure] == pytest.approx(b[figure], rel=0.1), figure
 
 
-TROUBLE = """
-name: trouble
-seed: 7
-engines:
-  - {name: gpu, count: 3, decode_tps: 50, max_num_seqs: 16, num_gpu_blocks: 400, max_model_len: 4096, fail_rate: 0.03, failure_mode: error}
-load:
-  - {name: chat, kind: poisson, rate: 2, duration: 30s, turns: 3, think: 1s, prompt_tokens: 150, output_tokens: 40, prefix_groups: 2, prefix_tokens: 320}
-  - {name: rude, kind: poisson, rate: 2, duration: 30s, prompt_tokens: 100, output_tokens: 200, patience: 2s}
-  - {name: whole, kind: closed, clients: 3, duration: 30s, prompt_tokens: 50, output_tokens: 30, stream: false}
-faults:
-  - {at: 4s, kind: slow, target: gpu-0, factor: 3, lasts: 5s}
-  - {at: 8s, kind: link, target: gpu-1, latency: 50ms, lasts: 4s}
-  - {at: 10s, kind: stall, target: gpu-2, lasts: 3s}
-  - {at: 14s, kind: mute, target: gpu-0, lasts: 3s}
-  - {at: 16s, kind: link, target: gpu-1, mode: clog, lasts: 2s}
-  - {at: 20s, kind: link, target: gpu-1, mode: cut, lasts: 2s}
-  - {at: 22s, kind: skew, target: "*", seconds: -30, lasts: 3s}
-  - {at: 25s, kind: restart, target: gpu-2, lasts: 2s}
-server:
-  probe: {interval: 1s, failures: 2}
-expect: [hit, hung_up, aborted, engine_queue, engine_error, slow, stall, mute, link, restart]
-"""
+REGRESSIONS = Path(__file__).parent / "regressions"
 
 
-def test_books_agree_whatever_goes_wrong() -> None:
-    result = run(scenario(TROUBLE))
+@pytest.mark.parametrize("path", sorted(REGRESSIONS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_books_agree_whatever_goes_wrong(path: Path) -> None:
+    """A rehearsal that found something once is kept as a file (`--report` writes it), and must stay good."""
+    result = run(load(str(path)))
 
     assert result.problems == []
     assert result.summary()["served"] > 100
@@ -112,7 +93,7 @@ sys.stdout.buffer.write(encode(document(scenario, scenario.seed, "http", run(sce
 
 def reports(tmp_path: Path, seeds: list[int]) -> list[bytes]:
     path = tmp_path / "scenario.yaml"
-    path.write_text(TROUBLE.replace("30s", "5s"))
+    path.write_text((REGRESSIONS / "trouble.yaml").read_text().replace("30s", "5s"))
     found = []
     for seed in seeds:
         environment = {**os.environ, "PYTHONHASHSEED": str(seed), "PYTHONPATH": str(ROOT)}
