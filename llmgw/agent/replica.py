@@ -20,6 +20,7 @@
     starting canary ready Ended                      stopping  Clear
     starting canary ready Stop                       stopping  End
     stopping              Ended                      stopping  Clear
+    stopping              Stuck                      stopping  (told; nobody can do more)
     stopping              Released                   failed or gone
     waiting, failed       Stop                       gone
 
@@ -121,6 +122,12 @@ class Released(msgspec.Struct, frozen=True):
     problem: str = ""
 
 
+class Stuck(msgspec.Struct, frozen=True):
+    """It does not even end by SIGKILL: the kernel holds it."""
+
+    text: str
+
+
 class InputsChanged(msgspec.Struct, frozen=True):
     """The node is not as it was when the replica failed: hardware, engine, weights."""
 
@@ -132,7 +139,18 @@ class Adopted(msgspec.Struct, frozen=True):
 
 
 Event = (
-    Tick | Progress | Answers | CanaryPassed | CanaryFailed | Ended | Hung | Stop | Released | InputsChanged | Adopted
+    Tick
+    | Progress
+    | Answers
+    | CanaryPassed
+    | CanaryFailed
+    | Ended
+    | Hung
+    | Stop
+    | Released
+    | Stuck
+    | InputsChanged
+    | Adopted
 )
 
 # -- what to do --------------------------------------------------------------------------------------------------------
@@ -204,6 +222,8 @@ def advance(
                 )
                 replica = msgspec.structs.replace(replica, failure=told)
             return msgspec.structs.replace(replica, detail="clearing away"), (Clear(),)
+        case Stuck() if state == "stopping":
+            return msgspec.structs.replace(replica, detail=event.text), ()
         case Released() if state == "stopping":
             return _released(replica, event, now, rng), ()
         case Stop() if state in ALIVE:

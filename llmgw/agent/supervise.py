@@ -469,6 +469,12 @@ class Supervisor:
             await self._over.wait()
             return
         await self._host.clear(life)
+        with trio.move_on_after(TERM_GRACE):
+            await self._over.wait()
+            return
+        text = f"pid {life.record.pid} does not end by SIGKILL: the kernel holds it (driver trouble), reboot the node"
+        self._log(f"replica {self.desired.replica}: {text}")
+        await self._send.send(machine.Stuck(text))
 
     async def _drain(self, grace: float) -> None:
         """Until it says that no request is with it, or *grace* is over."""

@@ -130,6 +130,11 @@ def test_a_hung_engine_is_ended_and_told() -> None:
     assert replica.failure.message.endswith("; GPU 2: 71 GiB still held by pid 9912")
 
 
+def test_an_engine_that_the_kernel_holds_is_told() -> None:
+    replica, effects = walk(Replica(), *UP, (30.0, r.Stop(0.0)), (99.0, r.Stuck("pid 7 does not end")))
+    assert (replica.state, replica.detail, effects[-1]) == ("stopping", "pid 7 does not end", r.End(0.0))
+
+
 @pytest.mark.parametrize(("ready", "state"), [(True, "ready"), (False, "starting")])
 def test_an_adopted_replica_does_not_start(ready: bool, state: str) -> None:
     replica, effects = walk(Replica(), (0.0, r.Adopted(ready)), (1.0, r.Tick()))
@@ -154,6 +159,7 @@ EVENTS = st.one_of(
     st.just(r.Hung("x")),
     st.just(r.Stop(1.0)),
     st.just(r.Released()),
+    st.just(r.Stuck("x")),
     st.just(r.InputsChanged()),
     st.builds(r.Adopted, st.booleans()),
 )

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
 from pathlib import Path
 
 import msgspec
 import pytest
+import trio
 
-from llmgw.agent.account import account
+from llmgw.agent.account import KEPT, account
 from llmgw.agent.enginelog import LINE_LIMIT, EngineLog, Novelty, clean
+from llmgw.agent.local import LocalHost
 from llmgw.agent.state import Record, State
 from llmgw.control.observed import Desired, Ports
-from llmgw.engines.base import Launch
+from llmgw.engines.base import Command, Launch
 from llmgw.errors import ConfigError
 
 DESIRED = Desired(replica="r", model="m", epoch=3, generation=1, engine="sim", weights="w", ports=Ports(20000))
@@ -74,8 +79,6 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
 
 def test_a_log_is_followed_over_rotation(tmp_path: Path) -> None:
     log = EngineLog(tmp_path / "e.log", 100, 2)
-    import os
-
     handle = log.open()
     os.write(handle, b"one\ntwo\nhalf")
     assert log.read() == ["one", "two"]
@@ -108,3 +111,46 @@ def test_the_same_line_with_other_numbers_is_no_news() -> None:
     assert novelty.news(["loading shard 1"])
     assert not novelty.news(["loading shard 2", "", "loading shard 3"])
     assert novelty.news(["compiling"])
+
+
+def open_folder() -> Path:
+    """One that others can get through, as pytest's cannot."""
+    folder = Path(tempfile.mkdtemp(prefix="llmgw-"))
+    folder.chmod(0o711)
+    return folder
+
+
+def variables_of(pid: int) -> set[str]:
+    environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return {item.split(b"=")[0].decode() for item in environment if item}
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can start engines as another user")
+async def test_engines_run_as_their_own_user() -> None:
+    folder = open_folder()
+    try:
+        state = State.open(str(folder / "state"), account("nobody"))
+        assert (folder / "state").stat().st_mode & 0o777 == 0o711
+        host = LocalHost(state)
+        record = msgspec.structs.replace(RECORD, pid=None, boot_id="x")
+        script = "id -u; cat api-key; pwd; sleep 60"
+        command = Command(argv=("/bin/sh", "-c", script), env={"A": "b"}, files={"api-key": "the-key\n"})
+        life = await host.start(record, command)
+        with trio.fail_after(5):
+            while len(lines := life.last_lines()) < 3:  # noqa: ASYNC110
+                await trio.sleep(0.02)
+        assert lines[:3] == (str(state.user.uid), "the-key", str(folder / "state" / "replicas" / "r"))
+        assert (folder / "state/replicas/r/api-key").stat().st_uid == state.user.uid
+        assert (folder / "state/replicas/r").stat().st_mode & 0o777 == 0o700
+        names = variables_of(life.pid)
+        assert {"A", "LLMGW_START", "LLMGW_EPOCH", "LLMGW_REPLICA", "HOME", "PATH", "USER"} <= names
+        assert names <= {"A", "LLMGW_START", "LLMGW_EPOCH", "LLMGW_REPLICA", "USER", "HOME", "PYTHONUNBUFFERED", *KEPT}
+        await host.clear(life)
+        await life.wait()
+    finally:
+        shutil.rmtree(folder)
+
+
+def test_a_user_that_is_not_there() -> None:
+    with pytest.raises(ConfigError, match="there is no user 'nobody-of-that-name'"):
+        account("nobody-of-that-name")
