@@ -130,6 +130,7 @@ class Metrics(Collector):
         self.clock: Callable[[], float] = float  # the loop's time, for ages
         self.gauges: dict[str, tuple[str, Callable[[], float]]] = {}
         self.counters: dict[str, tuple[str, Callable[[], float]]] = {}
+        self.more: list[Callable[[], Iterable[Metric]]] = []  # families of parts that not every server has
 
     # -- what there is -------------------------------------------------------------------------------------------
 
@@ -239,6 +240,8 @@ class Metrics(Collector):
             yield _one(GaugeMetricFamily, name, text, {(): value()})
         for name, (text, value) in self.counters.items():
             yield _one(CounterMetricFamily, name, text, {(): value()})
+        for part in self.more:
+            yield from part()
 
     def _of_endpoints(self) -> Iterator[Metric]:
         slots = self._endpoints

@@ -16,6 +16,7 @@ import click
 from llmgw.ctl.client import DEFAULT, AdminClient, Failed
 from llmgw.ctl.tables import show
 from llmgw.errors import Unavailable
+from llmgw.pipeline import explain as phases
 from llmgw.routing import explain
 from llmgw.units import format_duration
 
@@ -208,7 +209,10 @@ def explain_route(
             found = client.post("explain-route", body=asked)
     if plain:
         _json(found)
-    else:
+        return
+    if "pipeline" in found:
+        click.echo(phases.text(found["pipeline"]), nl=False)
+    if "winner" in found or "pipeline" not in found:
         click.echo(explain.text(found), nl=False)
 
 

@@ -273,6 +273,11 @@ class Admin:
         await trio.lowlevel.checkpoint()
         name = request.path_params["id"]
         found = self._fleet.router.recent.get(name)
+        pipelines = self._brain.pipelines
+        phases = pipelines.trace(name) if pipelines is not None else None
+        if phases is not None:
+            decided = explain.record(found) if found is not None else {"kind": "decision", "request_id": name}
+            return JSONResponse({**decided, "pipeline": phases})
         if found is None:
             raise Problem(
                 "unknown_path", f"No decision for request {name[:100]!r} is kept: unknown, or older than the ring."

@@ -77,6 +77,7 @@ class Gateway:
             self.pipelines = self.brain.pipelines = Pipelines(
                 config, self.fleet, self.client, self.media, self.log, clock, world.rng, self.brain
             )
+            self.metrics.more.append(self.pipelines.families)
         self._prober = Prober(self.fleet, self.client, config.probe, world.rng)
         self._scraper = Scraper(self.fleet, self.client, config.routing.scrape, world.rng)
         self._admin = Admin(self.brain, self.metrics, clock)

@@ -18,15 +18,18 @@ A job is one request. Invariants
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import attrs
 import msgspec
 import trio
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
 
 from llmgw import reasons
 from llmgw.errors import Refused, Unavailable
+from llmgw.metrics import E2E_BOUNDS, TTFT_BOUNDS, Buckets
 from llmgw.net.client import Unreachable
 from llmgw.pipeline import pair
 from llmgw.pipeline.commands import (
@@ -119,6 +122,7 @@ class Job:
     decision: pair.PairDecision | None = None
     endpoints: dict[Phase, str] = attrs.Factory(dict)
     attempts: int = 0
+    granted: float = 0.0  # when the last leg was
     settled: bool = False
     trace: list[dict[str, Any]] = attrs.Factory(list)
 
@@ -168,7 +172,8 @@ class Pipelines:
         self._releasing = trio.CapacityLimiter(RELEASES)
         self.traces: OrderedDict[str, dict[str, Any]] = OrderedDict()
         self.counts: dict[tuple[str, str], int] = {}  # (event, detail)
-        self.seconds: dict[str, tuple[int, float]] = {}  # step → calls, seconds in all
+        self.seconds: dict[str, Buckets] = {}  # by step: encode, prefill, decode, render, …
+        self.handover = Buckets(TTFT_BOUNDS)  # decode leg sent to its first token
 
     # -- the relay and the brain ask -------------------------------------------------------------------------------
 
@@ -256,6 +261,8 @@ class Pipelines:
             self._fleet.router.progress(job.last, tokens, now)
             if not job.first:
                 job.first = True
+                if "prefill" in job.endpoints and job.endpoints["prefill"] != job.endpoints.get("decode"):
+                    self.handover.observe(now - job.granted)
                 self._changed(job, self._links[job.name].done(job.last, now))
         return job
 
@@ -646,6 +653,7 @@ class Pipelines:
         self._jobs[lease.id] = job
         job.ids.append(lease.id)
         job.lease, job.reply, job.replied, job.first = lease, None, trio.Event(), False
+        job.granted = begun
         if isinstance(decision, Decision):
             job.place = self._fleet.places.get(decision.endpoint.id)
             assert job.place is not None
@@ -742,8 +750,9 @@ class Pipelines:
     def _step(self, job: Job, step: str, begun: float, **fields: object) -> None:
         seconds = self._clock() - begun
         name = step.partition("[")[0]
-        count, total = self.seconds.get(name, (0, 0.0))
-        self.seconds[name] = (count + 1, total + seconds)
+        if name not in self.seconds:
+            self.seconds[name] = Buckets(E2E_BOUNDS if name == "decode" else TTFT_BOUNDS)
+        self.seconds[name].observe(seconds)
         job.trace.append(
             {"step": step, "start": round(begun - job.request.accepted, 6), "seconds": round(seconds, 6)}
             | {key: value for key, value in fields.items() if value not in ("", None)}
@@ -794,6 +803,31 @@ class Pipelines:
         self.traces.move_to_end(job.request.id)
         if len(self.traces) > TRACES:
             self.traces.popitem(last=False)
+
+    def families(self) -> Iterator[Metric]:
+        """What `/metrics` shows of pipelines."""
+        steps = HistogramMetricFamily(
+            "llmgw_pipeline_step_seconds", "One leg or download, sent to its whole answer.", labels=["step"]
+        )
+        for name, buckets in self.seconds.items():
+            steps.add_metric([name], buckets.cumulative(), buckets.sum)
+        yield steps
+        handover = HistogramMetricFamily(
+            "llmgw_pipeline_handover_seconds", "Decode leg sent to its first token, where prefill ran elsewhere."
+        )
+        handover.add_metric([], self.handover.cumulative(), self.handover.sum)
+        yield handover
+        events = CounterMetricFamily(
+            "llmgw_pipeline_events", "What happened in pipelines: pairs, retries, probes, links, releases.",
+            labels=["event", "detail"],
+        )  # fmt: skip
+        for (event, detail), count in self.counts.items():
+            events.add_metric([event, detail], count)
+        yield events
+        links = GaugeMetricFamily("llmgw_pipeline_links_degraded", "Prefill/decode pairs avoided for slow transfers.")
+        now = self._clock()
+        links.add_metric([], sum(len(one.all_degraded(now)) for one in self._links.values()))
+        yield links
 
     def trace(self, request_id: str) -> Mapping[str, Any] | None:
         """The phases of a request that has ended."""

@@ -8,6 +8,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
+from llmgw.pipeline import explain
 from llmgw.simengine.server import Engine
 from tests.pipeline.cluster import CHAT, LONG, cluster
 from tests.simengine.client import metric
@@ -55,6 +56,16 @@ async def test_decode_takes_what_prefill_computed(stream: bool, autojump_clock: 
         assert [step["step"] for step in trace["phases"] if "step" in step] == ["prefill", "decode"]
         assert trace["pair"]["fabric"] == "a"
         assert set(trace["endpoints"]) == {"prefill", "decode"}
+        admin = found.client(found.gateway.admin_addresses[0])
+        told = (await admin.get(f"/api/v1/decisions/{line['request_id']}", {"host": "127.0.0.1"})).json()
+        assert told["winner"] == "d"
+        shown = explain.text(told["pipeline"])
+        assert "p -> d on fabric a" in shown
+        assert "prefill " in shown
+        page = (await admin.get("/metrics", {"host": "127.0.0.1"})).body.decode()
+        assert 'llmgw_pipeline_step_seconds_count{step="prefill"} 1.0' in page
+        assert 'llmgw_pipeline_events_total{detail="split",event="pair"} 1.0' in page
+        assert f"llmgw_pipeline_handover_seconds_count {1.0 if stream else 0.0}" in page
 
 
 async def test_a_short_prompt_is_not_split(autojump_clock: MockClock) -> None:
