@@ -13,6 +13,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from llmgw.config import tables
 from llmgw.errors import ConfigError, Problem
 
 from . import report, scenario
@@ -29,6 +30,12 @@ def scenarios() -> None:
     """The scenarios that come with it."""
     for name in scenario.built_in():
         click.echo(f"{name:12}  {scenario.load(name).about}")
+
+
+@main.command()
+def keys() -> None:
+    """Every key of a scenario, as docs/simulation.md lists them."""
+    click.echo("\n".join(tables(scenario.Scenario, "###")))
 
 
 @main.command()

@@ -136,3 +136,10 @@ def test_it_works_under_another_name(tmp_path: Path) -> None:
 
     assert got.returncode == 0, got.stderr
     assert "quick seed 0" in got.stdout
+
+
+def test_the_page_lists_every_key() -> None:
+    page = (ROOT / "docs" / "simulation.md").read_text()
+    keys = CliRunner().invoke(main, ["keys"]).output
+
+    assert keys.strip() in page, "docs/simulation.md is old: put in what `python -m sim keys` prints"

@@ -109,8 +109,8 @@ class Answer:
             connection.chunk(data)
             self._close(stream)
             return
-        if produced % engine.options.stream_interval:
-            return
+        if 1 < produced < stream.sent + engine.options.stream_interval:
+            return  # the first token goes out at once
         if stream.frame is not None and produced == stream.sent + 1:
             piece = engine.escaped(choice.output[stream.sent])
             head, tail = stream.frame
