@@ -19,11 +19,14 @@ import trio
 from llmgw.config import ClientLimits, Listener
 from llmgw.net.relay import Relay
 from llmgw.net.world import RealWorld, Tcp, nodelay
-from llmgw.request import Limits, Target
+from llmgw.request import Brain, Limits, Mover, Target
 from tests.net.brains import RoundRobin
+from tests.seam.ends import MoverEnd, RemoteBrain
+from tests.seam.link import Link
 
-DriverName = Literal["pump", "tasks"]
-DRIVERS: tuple[DriverName, ...] = ("pump", "tasks")
+DriverName = Literal["pump", "tasks", "seam"]
+DRIVERS: tuple[DriverName, ...] = ("pump", "tasks", "seam")
+"""How a relay is run. `seam`: the pump, with its brain at the other end of a socketpair, as in another process."""
 
 
 class Wire:
@@ -252,6 +255,7 @@ class Rig:
     engines: list[Engine]
     port: int
     bugs: list[BaseException]
+    mover: Mover  # as the brain sees it: the relay, or the seam's end
 
     async def dial(self) -> Wire:
         sock = socket.socket()
@@ -305,20 +309,29 @@ async def rig(
         for engine in engines:
             await nursery.start(engine.run)
         brain = RoundRobin([e.target() for e in engines], limits=leg, **brain_options)
+        seen: Brain = brain
+        mover: Mover | None = None
+        if driver == "seam":
+            near, far = socket.socketpair()
+            seen = remote = RemoteBrain(Link(near), trio.current_time)
+            mover = end = MoverEnd(Link(far), brain, trio.current_time)
         relay = Relay(
             world,
-            brain,
+            seen,
             limits=limits or ClientLimits(),
             listener=listener or Listener(),
-            driver=driver,
+            driver="tasks" if driver == "tasks" else "pump",
             bug=lambda _, error: bugs.append(error),
         )
+        if driver == "seam":
+            nursery.start_soon(remote.run, relay)
+            nursery.start_soon(end.run)
         sockets = await world.listen(Tcp("127.0.0.1", 0))
-        made = Rig(relay, brain, engines, sockets[0].getsockname()[1], bugs)
+        made = Rig(relay, brain, engines, sockets[0].getsockname()[1], bugs, mover or relay)
         await nursery.start(relay.run, sockets)
         yield made
         with trio.move_on_after(5):
-            while relay.connections:  # noqa: ASYNC110 -- as above
+            while relay.connections or brain.open or brain.waiting:  # noqa: ASYNC110 -- as above
                 await trio.sleep(0.01)
         made.check_baseline()
         nursery.cancel_scope.cancel()

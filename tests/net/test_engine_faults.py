@@ -342,7 +342,7 @@ async def test_abandoned_leases_end_with_the_refusal_given(driver: DriverName, a
         await client.send(post())
         await trio.sleep(1)
         (lease,) = r.brain.open
-        r.relay.abandon(lease, Refusal(reason="idle_timeout", message="the engine hangs"))
+        r.mover.abandon(lease, Refusal(reason="idle_timeout", message="the engine hangs"))
         status, _, body = await client.answer()
         assert (status, code_of(body)) == (504, "idle_timeout")
         client.close()

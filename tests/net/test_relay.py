@@ -136,7 +136,7 @@ async def test_waiting_request_is_served_when_granted_and_withdrawn_when_its_cli
         await r.settled()
         assert r.brain.outcomes[0].status == 499
         for ticket, lease in r.brain.release():
-            r.relay.granted(ticket, lease)
+            r.mover.granted(ticket, lease)
         assert (await stays.answer())[0] == 200
         stays.close()
 
