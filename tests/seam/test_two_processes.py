@@ -95,18 +95,18 @@ async def test_requests_are_served_and_their_times_are_the_brains() -> None:
 
 
 async def test_client_that_leaves_ends_the_lease_and_the_work() -> None:
-    gone = trio.Event()
+    begun, gone = trio.Event(), trio.Event()
 
     async def script(wire: Wire) -> None:
         await wire.request()
+        begun.set()
         await wire.closed()
         gone.set()
 
     async with two(script) as t:
         client = await t.dial()
         await client.send(post())
-        while not t.brain.open:  # noqa: ASYNC110 -- a brain without a bell
-            await trio.sleep(0.01)
+        await begun.wait()
         client.close()
         await t.settled(1)
         await gone.wait()
@@ -114,11 +114,12 @@ async def test_client_that_leaves_ends_the_lease_and_the_work() -> None:
 
 
 async def test_leases_end_with_a_mover_that_is_killed() -> None:
-    gone = 0
+    begun = gone = 0
 
     async def script(wire: Wire) -> None:
-        nonlocal gone
+        nonlocal begun, gone
         await wire.request()
+        begun += 1
         await wire.closed()
         gone += 1
 
@@ -126,7 +127,7 @@ async def test_leases_end_with_a_mover_that_is_killed() -> None:
         clients = [await t.dial() for _ in range(5)]
         for client in clients:
             await client.send(post(stream=True))
-        while len(t.brain.open) < 5:  # noqa: ASYNC110 -- a brain without a bell
+        while begun < 5:  # noqa: ASYNC110 -- as above
             await trio.sleep(0.01)
         os.kill(t.process.pid, 9)
         await t.settled(5)
