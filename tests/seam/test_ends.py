@@ -187,10 +187,10 @@ async def test_a_brain_that_does_not_read_gets_no_new_requests(autojump_clock: M
         nursery.cancel_scope.cancel()
 
 
-async def test_message_that_is_too_long_is_refused_before_it_is_sent(autojump_clock: MockClock) -> None:
+def test_message_that_is_too_long_is_refused_before_it_is_sent() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        brain = RemoteBrain(Link(ours), trio.current_time)
+        brain = RemoteBrain(Link(ours), lambda: 0.0)
         answer = brain.admit(request(session="s" * FRAME))
         assert isinstance(answer, Refusal)
         assert answer.reason == "too_large"
