@@ -106,6 +106,9 @@ class RemoteBrain:
         if not self._link.full:  # the next one says it as well
             self._link.post(messages.encode(messages.Progress(lease, tokens)))
 
+    def made(self, lease: int, answer: str) -> None:
+        self._link.post(messages.encode(messages.Made(lease, answer)))
+
     def quiet(self, lease: int, seconds: float) -> None:
         """Go on; if that is wrong, `abandon` follows."""
         if not self._link.full:
@@ -199,6 +202,8 @@ class MoverEnd:
                     self._end(found, outcome)
             case messages.Progress(lease, tokens):
                 brain.progress(lease, tokens)
+            case messages.Made(lease, answer):
+                brain.made(lease, answer)
             case messages.Quiet(lease, seconds):
                 refusal = brain.quiet(lease, seconds)
                 if refusal is not None:

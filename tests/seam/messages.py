@@ -1,6 +1,6 @@
 """What goes over the link: the calls of `Brain` and `Mover` as structs, msgpack. Nothing in them is alive.
 
-mover → brain   Hello, then Admit, Retry, Withdraw, Progress, Quiet, Settle
+mover → brain   Hello, then Admit, Retry, Withdraw, Progress, Made, Quiet, Settle
 brain → mover   Leased, Refused, Shown (the answer to the ticket of an Admit or a Retry), Abandon
 """
 
@@ -40,6 +40,11 @@ class Progress(Message, frozen=True):
     tokens: int
 
 
+class Made(Message, frozen=True):
+    lease: int
+    answer: str
+
+
 class Quiet(Message, frozen=True):
     lease: int
     seconds: float
@@ -71,5 +76,5 @@ class Abandon(Message, frozen=True):
 
 
 encode = msgspec.msgpack.Encoder().encode
-decode_asked = msgspec.msgpack.Decoder(Hello | Admit | Retry | Withdraw | Progress | Quiet | Settle).decode
+decode_asked = msgspec.msgpack.Decoder(Hello | Admit | Retry | Withdraw | Progress | Made | Quiet | Settle).decode
 decode_answered = msgspec.msgpack.Decoder(Leased | Refused | Shown | Abandon).decode
