@@ -72,3 +72,11 @@ def sim(session: nox.Session) -> None:
     names = session.posargs or [path.stem for path in sorted(Path("sim/scenarios").glob("*.yaml"))]
     for name in names:
         session.run("python", "-m", "sim", "run", name)
+
+
+@nox.session
+def pipeline(session: nox.Session) -> None:
+    """Gateway mode with real processes: `nox -s pipeline -- single|3epp [--keep-on-failure] [--print-logs]`."""
+    install(session)
+    for topology in ["single", "3epp"] if not session.posargs else [None]:
+        session.run("python", "-m", "tests.pipeline.topology", *([topology] if topology else session.posargs))
