@@ -69,9 +69,12 @@ class EndpointView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     report: Report | None = None
     prefill_rate: float | None = None  # learned, tokens a second
     decode_rate: float | None = None  # learned, tokens a second that one more sequence would get
+    contention: float = 0.0002  # seconds that one more sequence adds to a step; learned
     overhead: float | None = None  # learned, seconds that a request costs before its first token beside its prefill
     foreign: float = 0.0  # requests that its report counts and that are not ours (another gateway's)
     ahead: float | None = None  # seconds of work before it would turn to one more request, at the learned rates
+    head: float = 0.0  # of these, what the prompt under way takes in all
+    begun: float = 0.0  # when that was begun
 
 
 class Snapshot(msgspec.Struct, frozen=True):

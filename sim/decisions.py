@@ -205,7 +205,7 @@ class _Rehearsal:
             body_bytes=4 * len(tokens),
             band=session.band,
             profile=session.profile,
-            session=session.id,
+            session=session.client or session.id,
             blocks=token_blocks(tokens, BLOCK_TOKENS, block_seed(session.model)),
             accepted=self.now,
         )

@@ -63,6 +63,7 @@ class Session:
     prefix: tuple[int, ...] = ()  # shared start of every prompt, such as a system prompt
     history: bool = True  # each prompt repeats what was said before
     until: float = inf
+    client: str = ""  # x-session-id; "" = the session's own id
     model: str = ""
     band: str = ""
     profile: str = ""
@@ -100,6 +101,15 @@ class Load:
         "Sessions belong to one of so many groups, each with a prompt prefix of its own.", 0, check=not_negative
     )
     prefix_tokens: int = key("Tokens of that prefix.", 0, check=not_negative)
+    prefix_of: str = key("Name of the load whose groups and prefixes these are, too; empty: its own.", "")
+    users: int = key(
+        "Each group has so many clients, who come again: x-session-id. 0: every session is a new one.",
+        0,
+        check=not_negative,
+    )
+    hot_share: float = key(
+        "Share of the sessions that belong to the first group; the others share the rest.", 0.0, check=not_negative
+    )
     model: str = key("Model that is asked for.", "")
     band: str = key("x-llmgw-band.", "")
     profile: str = key("x-llmgw-profile.", "")
@@ -124,7 +134,8 @@ class Load:
     def sessions(self, seed: int = 0) -> list[Session]:
         """All sessions, by time. Raises ConfigError for a trace that cannot be read."""
         rng = random.Random(f"{seed}/{self.name}/{self.kind}")
-        prefixes = [tuple(rng.choices(WORDS, k=self.prefix_tokens)) for _ in range(self.prefix_groups)]
+        shared = random.Random(f"{seed}/{self.prefix_of}/prefixes") if self.prefix_of else rng
+        prefixes = [tuple(shared.choices(WORDS, k=self.prefix_tokens)) for _ in range(self.prefix_groups)]
         if self.kind == "trace":
             return self._traced(rng)
         return [self._session(number, at, rng, prefixes) for number, at in enumerate(self._times(rng))]
@@ -142,15 +153,22 @@ class Load:
 
     def _session(self, number: int, at: float, rng: random.Random, prefixes: list[tuple[int, ...]]) -> Session:
         own = random.Random(rng.getrandbits(64))
+        group = self._group(rng, len(prefixes)) if prefixes else 0
         return Session(
+            client=f"{self.prefix_of or self.name}-{group}-{rng.randrange(self.users)}" if self.users else "",
             id=f"{self.name}-{number}",
             at=at,
             turns=self._turns(own, None if self.kind == "closed" else self.turns),
-            prefix=prefixes[rng.randrange(len(prefixes))] if prefixes else (),
+            prefix=prefixes[group] if prefixes else (),
             history=self.history and self.kind != "closed",
             until=self.start + self.duration if self.kind == "closed" else inf,
             **self._common(),
         )
+
+    def _group(self, rng: random.Random, count: int) -> int:
+        if not self.hot_share or count == 1:
+            return rng.randrange(count)
+        return 0 if rng.random() < self.hot_share else 1 + rng.randrange(count - 1)
 
     def _turns(self, rng: random.Random, count: int | None) -> Iterator[Turn]:
         while count is None or count > 0:

@@ -7,7 +7,7 @@ it is told by the rehearsal.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import attrs
 
@@ -16,6 +16,7 @@ from llmgw.endpoint import Report, Snapshot
 from llmgw.logs import Log
 from llmgw.metrics import Metrics
 from llmgw.request import Failure, InferenceRequest, Lease, Outcome, Page, Refusal, Wait
+from llmgw.routing.report import Reading
 from llmgw.routing.router import Router
 from llmgw.server.brain import Brain
 from llmgw.server.fleet import Fleet
@@ -30,7 +31,9 @@ from .scenario import Scenario
 class BrainPolicy:
     """`llmgw.server.brain` as a policy. Also the mover's end of it: what was told to wait is granted here."""
 
-    def __init__(self, config: Server, seed: int) -> None:
+    def __init__(self, config: Server, seed: int, sizes: Mapping[str, tuple[int, int]]) -> None:
+        """*sizes*: by endpoint, tokens a block and blocks, as its metrics page would say."""
+        self._sizes = sizes
         self.now = 0.0
         self.log = Log(MemoryLog(), lambda: EPOCH + self.now, requests=False)
         metrics = Metrics()
@@ -110,7 +113,11 @@ class BrainPolicy:
 
     def reported(self, endpoint: str, report: Report, now: float) -> None:
         self.now = now
-        self.fleet.happened(self._places[endpoint], "probe_ok")
+        place = self._places[endpoint]
+        self.fleet.happened(place, "probe_ok")
+        self.fleet.learned(
+            place, Reading(report=report, block_size=self._sizes[endpoint][0], blocks=self._sizes[endpoint][1])
+        )
 
     def release(self, now: float) -> Iterable[tuple[str, str | Refusal]]:
         self.now = now
@@ -133,10 +140,12 @@ def run(scenario: Scenario, seed: int) -> Result:
         EngineSpec(name, attrs.evolve(group.options(seed), listen=(name,)), frozenset(group.fabrics))
         for name, group in scenario.groups()
     ]
+    shapes = {spec.name: spec.options.shape() for spec in engines}
+    sizes = {name: (shape.block_size, shape.num_blocks) for name, shape in shapes.items()}
     return rehearse(
         engines,
         sessions_of(scenario, seed),
-        BrainPolicy(server_of(scenario), seed),
+        BrainPolicy(server_of(scenario), seed, sizes),
         faults=scenario.faults,
         seed=seed,
         report_every=scenario.sample,

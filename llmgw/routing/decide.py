@@ -81,7 +81,7 @@ def decide(
         refused=refused,
         prompt_tokens=prompt,
         cached_tokens=cached,
-        ttft=(view.ahead or 0.0) + (prompt - cached) / field.prefill_rates[chosen] + (view.overhead or 0.0),
+        ttft=field.wait(chosen) + (prompt - cached) / field.prefill_rates[chosen] + (view.overhead or 0.0),
     )
 
 

@@ -33,6 +33,7 @@ class Query(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     tried: Collection[str] = ()  # endpoint ids that have failed it already
     allowed: Collection[str] | None = None  # endpoint ids that admission grants; None: any
     sticky: str = ""  # endpoint id that serves its session
+    reuse: float = 0.0  # requests within ten seconds that a further copy of what is cached of its prompt would serve
 
 
 class Roster:
@@ -113,14 +114,24 @@ class Field:
             found = self._decode_rates = _known([v.decode_rate for v in self.views], DECODE_RATE)
         return found
 
+    def wait(self, candidate: int) -> float:
+        """As `ahead`, of one."""
+        view = self.views[candidate]
+        return max(0.0, (view.ahead or 0.0) - min(max(self.now - view.begun, 0.0), view.head))
+
     @property
     def ahead(self) -> list[float]:
-        """Seconds of work before the endpoint would turn to the request."""
-        found = [v.ahead for v in self.views]
+        """Seconds of work before the endpoint would turn to the request; what is done of it by now is taken off."""
+        now, views = self.now, self.views
+        found = [v.ahead for v in views]
         if None in found:
-            pairs = zip(self.views, self.prefill_rates, strict=True)
-            return [v.prefill_tokens / rate if v.ahead is None else v.ahead for v, rate in pairs]
-        return cast("list[float]", found)
+            pairs = zip(views, self.prefill_rates, strict=True)
+            found = [v.prefill_tokens / rate if v.ahead is None else v.ahead for v, rate in pairs]
+        made = cast("list[float]", found)
+        for at, view in enumerate(views):
+            if view.head:
+                made[at] -= min(max(now - view.begun, 0.0), view.head)
+        return made
 
 
 def _known(values: list[float | None], default: float) -> list[float]:

@@ -36,6 +36,7 @@ PREFILL_STEP = 0.2  # of log rate, a sample: a fourfold change of speed is found
 OVERHEAD_STEP = 0.1  # weight of a new sample
 DECODE_WINDOW = 20.0  # seconds
 CONTENTION = 0.01  # how much of a token's time another sequence adds, before it has been seen (0.005 to 0.04 measured)
+PACE = 0.02  # seconds a token, before it has been seen
 CONTENTION_WEIGHT = 9.0  # variance of the batch size (sequences²) at which what was seen counts as much as that
 FOREIGN_TOKENS = 500  # uncached prompt tokens that a request of another gateway is taken for
 DRIFT = 120.0  # seconds
@@ -120,18 +121,17 @@ class _Account:
         self.decode_batch2 = self.decode_batch2 * keep + weight * batch * batch
         self.decode_both = self.decode_both * keep + weight * batch * pace
 
-    @property
-    def decode_rate(self) -> float | None:
-        """Tokens a second that one more sequence would get."""
+    def decoding(self) -> tuple[float | None, float]:
+        """Tokens a second that one more sequence would get (None: unknown), and seconds that it adds to a step."""
         weight = self.decode_weight
         if weight < 1e-3 or self.decode_pace <= 0:
-            return None
+            return None, CONTENTION * PACE
         pace, batch = self.decode_pace / weight, self.decode_batch / weight
         variance = max(0.0, self.decode_batch2 / weight - batch * batch)
         together = self.decode_both / weight - pace * batch
         slope = (together + CONTENTION_WEIGHT * CONTENTION * pace) / (variance + CONTENTION_WEIGHT)
         slope = min(max(slope, 0.0), pace / max(batch, 1.0))  # more than proportional would be no batching at all
-        return 1.0 / max(pace + slope * (self.inflight - self.queued + 1 - batch), pace / 10)
+        return 1.0 / max(pace + slope * (self.inflight - self.queued + 1 - batch), pace / 10), slope
 
 
 class Ledger:
@@ -316,12 +316,16 @@ class Ledger:
     def _view(self, account: _Account, now: float) -> EndpointView:
         rate = None if account.log_prefill is None else exp(account.log_prefill)
         overhead = account.overhead
+        decode_rate, contention = account.decoding()
         ahead = None
+        head = begun = 0.0
         if rate is not None:
             overhead = overhead or 0.0
             if account.queued:
                 due = account.prefill_tokens / account.queued / rate
-                overhead = max(overhead, now - max(account.waiting_since, account.end) - due)
+                begun = max(account.waiting_since, account.end)
+                overhead = max(overhead, now - begun - due)
+                head = due + overhead
             ahead = (account.prefill_tokens + account.foreign * FOREIGN_TOKENS) / rate + account.queued * overhead
         return EndpointView(
             health=account.health,
@@ -332,8 +336,11 @@ class Ledger:
             decode_tokens=account.decode_tokens,
             report=account.report,
             prefill_rate=rate,
-            decode_rate=account.decode_rate,
+            decode_rate=decode_rate,
+            contention=contention,
             overhead=overhead,
             foreign=account.foreign,
             ahead=ahead,
+            head=head,
+            begun=begun,
         )

@@ -27,7 +27,7 @@ FIRST = ("model", "admitted")  # before a profile's own: nothing else makes sens
 ALWAYS = ("healthy", "tried", "concurrency", "context")  # unless a profile lists its own
 
 BUILT_IN: dict[str, dict[str, Any]] = {
-    "auto": {"scorers": {"queue": 1, "prefill": 1, "prefix": 1, "decode": 0.02, "session": 1, "health": 1}},
+    "auto": {"scorers": {"queue": 1, "prefill": 1, "prefix": 1, "decode": 0.02, "crowd": 0.02, "session": 1, "health": 1}},
     "chat": {"scorers": {"session": {"least": 10.0}, "prefix": 1, "prefill": 1, "queue": 1, "kv": 0.5, "health": 1}},
     "batch": {"scorers": {"queue": 1, "inflight": 1, "prefix": 0.5, "health": 1}},
     "long-context": {"scorers": {"kv": {"weight": 2, "start": 0.2}, "queue": 1, "prefill": 1, "prefix": 1, "session": 1, "health": 1}},

@@ -90,6 +90,7 @@ class Router:
         """Who serves *request* as *model*. *profile*: of the model; the request's own goes before. *tried*: endpoint
         ids that failed it."""
         used = self.profiles.get(request.profile) or self.profiles[profile]
+        matched = self.affinity.matched(request) if used.scorers else NOTHING
         query = Query(
             request=request,
             model=model,
@@ -97,8 +98,8 @@ class Router:
             decode=self.expected(request, model),
             tried=tried,
             sticky=self.sessions.find(model, request.session, now) if request.session else "",
+            reuse=self.affinity.reuse(request, matched, now) if matched else 0.0,
         )
-        matched = self.affinity.matched(request) if used.scorers else NOTHING
         return decide(self.ledger.snapshot(now), query, used, matched, self._random, now)
 
     def sent(
@@ -111,7 +112,7 @@ class Router:
         due = None if request.stream else now + decision.ttft
         self.ledger.open(leg, endpoint, prefill=prefill, decode=expected, now=now, due=due)
         self._legs[leg] = (request, decision)
-        self.affinity.sent(endpoint, request)
+        self.affinity.sent(endpoint, request, now, self.affinity.matched(request))
         if request.session:
             self.sessions.keep(decision.model, request.session, endpoint, now)
         self.recent.add(decision, again=again)
@@ -133,6 +134,7 @@ class Router:
         self.ledger.close(leg)
         self.affinity.ended(
             decision.endpoint.id, request, outcome.prompt_tokens if outcome else None, completion,
+            outcome.cached_tokens if outcome else None,
             computed=computed, believed=decision.cached_tokens,
         )  # fmt: skip
         if outcome is None:

@@ -540,7 +540,7 @@ class Pipelines:
         key = f"{job.ids[0]}/{call.leg}"
         router, now = self._fleet.router, self._clock()
         router.ledger.open(key, place.endpoint.id, prefill=decision.uncached, decode=1, now=now)
-        router.affinity.sent(place.endpoint.id, job.request)
+        router.affinity.sent(place.endpoint.id, job.request, now)
         place.slot.requests += 1
         place.slot.inflight = self._fleet.inflight(place)
         return key

@@ -76,7 +76,7 @@ def main() -> None:
         for count, limit, number in ((8, 12.0, 500), (64, 60.0, 200), (1000, 1000.0, 20)):
             ledger, affinity, endpoints = fleet(count)
             for endpoint in endpoints[:3]:
-                affinity.sent(endpoint.id, asked)
+                affinity.sent(endpoint.id, asked, 0.0)
             snapshot = ledger.snapshot(10.0)
             query = Query(request=asked, model="m")
             matched = affinity.matched(asked)
@@ -101,7 +101,7 @@ def main() -> None:
 
     def find_and_record() -> None:
         affinity.matched(asked)
-        affinity.sent("e1", asked)
+        affinity.sent("e1", asked, 0.0)
 
     measure("affinity: match and record, 32 KiB", find_and_record, 200)
     for size in (2 << 10, 32 << 10, 1 << 20):

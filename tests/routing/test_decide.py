@@ -35,7 +35,7 @@ def snapshot(*pairs: tuple[Endpoint, EndpointView]) -> Snapshot:
 
 
 def query(**more: Any) -> Query:
-    own = {k: more.pop(k) for k in ("model", "phases", "decode", "tried", "sticky") if k in more}
+    own = {k: more.pop(k) for k in ("model", "phases", "decode", "tried", "sticky", "reuse") if k in more}
     own.setdefault("model", "m")
     more.setdefault("prompt_tokens", 1000)
     return Query(
@@ -306,7 +306,7 @@ def test_every_problem_of_a_profile_is_named() -> None:
 
     for part in (
         "profiles.one: unknown key 'scorer'",
-        "profiles.one.scorers.qeue: unknown scorer 'qeue'; known: decode",
+        "profiles.one.scorers.qeue: unknown scorer 'qeue'; known: crowd, decode",
         "weight must be a number",
         "unknown key 'stop' for scorer 'kv'",
         "unknown picker 'nobody'",
@@ -324,3 +324,13 @@ def test_every_plug_in_says_what_it_is() -> None:
         for name, plugin in registry.all().items():
             assert plugin.__doc__, name
             assert plugin.__doc__.splitlines()[0].endswith("."), name
+
+
+def test_a_prompt_that_many_share_gets_copies_as_load_demands() -> None:
+    seen = snapshot(
+        (endpoint("a"), ready(ahead=0.3, inflight=30, **RATE)), (endpoint("b"), ready(ahead=0.0, inflight=2, **RATE))
+    )
+    warm = {"a#1": 9000}
+
+    assert chosen(seen, query(prompt_tokens=9500), matched=warm) == "a"
+    assert chosen(seen, query(prompt_tokens=9500, reuse=200.0), matched=warm) == "b"

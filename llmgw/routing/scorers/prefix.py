@@ -8,7 +8,9 @@ from llmgw.routing.field import Field
 class Prefix:
     """Seconds saved, since that part of the prompt is in the endpoint's cache: its own and those of whom it would delay.
 
-    *shared*: as in `prefill`.
+    Where the same beginning comes often, a copy on a further endpoint costs its prefill once and serves many: so who has
+    not got it is charged its share of that only (1 of all that the copy will serve), and a hot prefix spreads
+    as far as its load needs. *shared*: as in `prefill`.
     """
 
     api = 1
@@ -21,9 +23,18 @@ class Prefix:
         hits = field.hits
         if not hits:
             return None
-        found = [0.0] * len(field.views)
-        rates = field.prefill_rates
+        rates, shared = field.prefill_rates, self.shared
+        charged = 1.0 / (1.0 + field.query.reuse)
+        spared = max(tokens for _, tokens in hits) * (1.0 - charged)
+        if spared < 1.0:
+            found = [0.0] * len(field.views)
+        else:
+            found = [
+                -spared * (1.0 + shared * (v.inflight - v.queued)) / rate
+                for v, rate in zip(field.views, rates, strict=True)
+            ]
         for at, tokens in hits:
             view = field.views[at]
-            found[at] = -(1.0 + self.shared * (view.inflight - view.queued)) * tokens / rates[at]
+            saved = spared + tokens * charged
+            found[at] = -(1.0 + shared * (view.inflight - view.queued)) * saved / rates[at]
         return found
