@@ -376,6 +376,40 @@ class ModelPolicy:
     fallback: tuple[str, ...] = key("Models that serve, in this order, while it cannot.", ())
 
 
+STATE = "/var/lib/llmgw/server"
+
+
+@attrs.frozen(kw_only=True)
+class StoreConfig:
+    """Where the control plane keeps what it knows."""
+
+    kind: Literal["sqlite", "etcd", "memory"] = key(
+        "`sqlite`: one file, for one server; `etcd`: for several servers; `memory`: nothing outlives the process.",
+        "sqlite",
+    )
+    path: str = key("File of `sqlite`. Unset: `store.db` in `cluster.state`.", "")
+    endpoints: tuple[str, ...] = key(
+        "Of `etcd`: `https://HOST:2379`.", (), check=lambda v: next(filter(None, map(a_url, v)), None)
+    )
+    ca_file: str | None = key("Certificates that etcd's is verified against.", None, check=not_empty)
+    cert_file: str | None = key("Certificate shown to etcd.", None, check=not_empty)
+    key_file: str | None = key("Its key.", None, check=not_empty)
+
+
+@attrs.frozen(kw_only=True)
+class ClusterConfig:
+    """The control plane. Its port opens when there is a certificate authority (`llmgw ctl ca init`)."""
+
+    state: str = key("Folder of the server's identity (`identity/`) and of its store.", STATE, check=not_empty)
+    address: str = key("The cluster port, where nodes join and report.", ":9443", check=an_address)
+    names: tuple[str, ...] = key(
+        "Host names and addresses that nodes reach this server by; they stand in its certificate. Unset: the host's name and"
+        " addresses.",
+        (),
+        check=hosts,
+    )
+
+
 @attrs.frozen(kw_only=True)
 class Server:
     """The whole file."""
@@ -393,6 +427,8 @@ class Server:
     models: dict[str, ModelPolicy] = key("How models are served, by name.", attrs.Factory(dict))
     pipelines: dict[str, PipelineConfig] = key("Chains of phases over specialised engines.", attrs.Factory(dict))
     pipeline: str = key("Which of `pipelines` requests go through, unless their model says. Unset: none.", "")
+    store: StoreConfig | None = key("Where the control plane keeps what it knows. Unset: `sqlite`.", None)
+    cluster: ClusterConfig | None = key("The control plane. Unset: none, endpoints are static.", None)
 
     def limits_of(self, model: str) -> Limits:
         """Time limits of a leg that serves *model*."""
@@ -723,6 +759,21 @@ def undotted(text: str) -> Path_:
     return tuple(int(part[1:-1]) if part.startswith("[") else part for part in text.replace("[", ".[").split("."))
 
 
+def _unstorable(document: Document, server: Server) -> Iterator[Problem]:
+    store = server.store
+    if store is None:
+        return
+    if server.cluster is None:
+        yield document.problem(("store",), "there is no control plane to store anything; add `cluster: {}`")
+    if (store.kind == "etcd") != bool(store.endpoints):
+        text = "etcd needs `endpoints`" if store.kind == "etcd" else f"are for etcd, and the kind is {store.kind}"
+        yield document.problem(("store", "endpoints"), text)
+    if store.path and store.kind != "sqlite":
+        yield document.problem(("store", "path"), f"is for sqlite, and the kind is {store.kind}")
+    if (store.cert_file is None) != (store.key_file is None):
+        yield document.problem(("store", "cert_file"), "a certificate and its key come together")
+
+
 def _unroutable(document: Document, server: Server) -> Iterator[Problem]:
     """What routing cannot use: its plug-ins know, not this schema."""
     known = set()
@@ -779,6 +830,7 @@ def parse(
     if server is not None:
         problems += _pipelines(server, document)
         problems += _unroutable(document, server)
+        problems += _unstorable(document, server)
     if server is None or problems:
         raise ConfigError(sorted(problems, key=lambda p: p.line))
     return server
@@ -868,6 +920,7 @@ def with_flags(
     admin: Sequence[str] = (),
     log_file: str | None = None,
     driver: Driver | None = None,
+    state: str | None = None,
 ) -> Server:
     """*server* with what the command line adds (endpoints) or replaces (all else). Raises ConfigError."""
     problems: list[Problem] = []
@@ -894,13 +947,15 @@ def with_flags(
         changes["log"] = attrs.evolve(server.log, file=log_file)
     if driver is not None:
         changes["driver"] = driver
+    if state is not None:
+        changes["cluster"] = attrs.evolve(server.cluster or ClusterConfig(), state=state)
     return attrs.evolve(server, **changes)
 
 
 # -- printing ------------------------------------------------------------------------------------------------------
 
 
-def _plain(value: Any, kind: Any) -> Any:
+def plain(value: Any, kind: Any) -> Any:
     """Back to what the file says, in the file's notation."""
     if value is None or kind is Any:
         return value
@@ -912,17 +967,17 @@ def _plain(value: Any, kind: Any) -> Any:
         return format_size(value)
     if attrs.has(type(value)):
         hints = get_type_hints(type(value))
-        return {f.name: _plain(getattr(value, f.name), hints[f.name]) for f in attrs.fields(type(value))}
+        return {f.name: plain(getattr(value, f.name), hints[f.name]) for f in attrs.fields(type(value))}
     if isinstance(value, tuple):
-        return [_plain(item, get_args(kind)[0]) for item in value]
+        return [plain(item, get_args(kind)[0]) for item in value]
     if isinstance(value, dict):
-        return {name: _plain(item, get_args(kind)[1]) for name, item in value.items()}
+        return {name: plain(item, get_args(kind)[1]) for name, item in value.items()}
     return value
 
 
 def dump(server: Server) -> str:
     """*server* as YAML that `parse` reads back to the same. Holds no secret: files of keys appear by name."""
-    return str(yaml.safe_dump(_plain(server, Server), sort_keys=False, allow_unicode=True, width=120))
+    return str(yaml.safe_dump(plain(server, Server), sort_keys=False, allow_unicode=True, width=120))
 
 
 def _kind(kind: Any) -> str:
@@ -965,7 +1020,7 @@ def reference() -> str:
         "`llmgw server --config FILE` reads one YAML file; `examples/server.yaml` shows every key. Unknown keys, keys that",
         "occur twice and values of another type are refused: all problems at once, each with file, line and path, exit",
         "code 2. `--print-config` prints what is in force. Flags: `--endpoint` adds engines, `--listen`, `--admin`,",
-        "`--log-file` and `--driver` replace what the file says.",
+        "`--log-file`, `--driver` and `--state` replace what the file says.",
         "",
         f"Durations are written as in Go: {', '.join(f'`{d}`' for d in ('100ms', '30s', '1m30s'))}. Sizes: `64MiB`,"
         " `64KB` (decimal), or bytes. Secrets",
@@ -996,8 +1051,8 @@ def _default(f: attrs.Attribute[Any], hints: dict[str, Any]) -> str:
         return "unset"
     if attrs.has(type(value)) or (isinstance(value, tuple) and value and attrs.has(type(value[0]))):
         return "see there"
-    plain = yaml.safe_dump(_plain(value, hints[f.name]), default_flow_style=True).splitlines()[0]
-    return f"`{plain}`"
+    text = yaml.safe_dump(plain(value, hints[f.name]), default_flow_style=True).splitlines()[0]
+    return f"`{text}`"
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ PURE = {
     "engines",
     "simengine",
 }
-GROUND = {"config", "metrics", "logs"}
+GROUND = {"config", "metrics", "logs", "catalogue"}
 NEAR = {"net", "stores", "pki"}
 SHELLS = {"server", "agent", "ctl", "simengine.server"}
 TOP = {"cli", "__main__", ""}

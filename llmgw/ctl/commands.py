@@ -1,48 +1,25 @@
 """`llmgw ctl`: what an operator asks a running server, and tells it.
 
-Exit codes: 0 done · 1 the server cannot be reached, or failed · 2 wrong usage · 3 what was named does not exist.
+Exit codes: 0 done · 1 the server cannot be reached, failed, or said no · 2 wrong usage, or a file that cannot be used ·
+3 what was named does not exist, or there is no place for a model (`plan`, `explain-placement`).
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
-from functools import wraps
-from typing import Any, ParamSpec
+from typing import Any
 
 import click
 
-from llmgw.ctl.client import DEFAULT, AdminClient, Failed
+from llmgw.ctl import models as catalogue
+from llmgw.ctl import nodes, upkeep
+from llmgw.ctl.client import DEFAULT, AdminClient
+from llmgw.ctl.common import as_json, failing_well, names_of, print_json
 from llmgw.ctl.tables import show
-from llmgw.errors import Unavailable
 from llmgw.pipeline import explain as phases
 from llmgw.routing import explain
 from llmgw.units import format_duration
-
-MISSING = ("unknown_path", "model_not_found")
-
-P = ParamSpec("P")
-
-
-def failing_well(function: Callable[P, None]) -> Callable[P, None]:
-    """One line on standard error, and the exit code that goes with it."""
-
-    @wraps(function)
-    def run(*args: P.args, **kwargs: P.kwargs) -> None:
-        try:
-            function(*args, **kwargs)
-        except Failed as error:
-            click.echo(f"llmgw ctl: {error}", err=True)
-            raise SystemExit(3 if error.code in MISSING else 1) from None
-        except Unavailable as error:
-            click.echo(f"llmgw ctl: {error}", err=True)
-            raise SystemExit(1) from None
-
-    return run
-
-
-as_json = click.option("--json", "plain", is_flag=True, help="The server's own JSON.")
 
 
 @click.group()
@@ -57,13 +34,10 @@ as_json = click.option("--json", "plain", is_flag=True, help="The server's own J
 def ctl(context: click.Context, server: str) -> None:
     """Ask and operate a running server.
 
-    Exit codes: 0 done, 1 the server cannot be reached or failed, 2 wrong usage, 3 what was named does not exist.
+    Exit codes: 0 done, 1 the server cannot be reached, failed or said no, 2 wrong usage or a file that cannot be used,
+    3 what was named does not exist, or a model has no place. Names complete themselves: llmgw ctl completion --help.
     """
     context.obj = server
-
-
-def _json(found: dict[str, Any]) -> None:
-    click.echo(json.dumps(found, indent=2, ensure_ascii=False))
 
 
 def _fetch(server: str, kind: str, name: str | None, plain: bool) -> list[dict[str, Any]] | None:
@@ -71,7 +45,7 @@ def _fetch(server: str, kind: str, name: str | None, plain: bool) -> list[dict[s
     with AdminClient(server) as client:
         found = client.get(kind, name) if name else client.get(kind)
     if plain:
-        _json(found)
+        print_json(found)
         return None
     return [found] if name else list(found["items"])
 
@@ -99,7 +73,7 @@ def _model_names(endpoint: dict[str, Any]) -> str:
 
 
 @ctl.command()
-@click.argument("name", required=False)
+@click.argument("name", required=False, shell_complete=names_of("endpoints"))
 @as_json
 @click.pass_obj
 @failing_well
@@ -137,7 +111,7 @@ def endpoints(server: str, name: str | None, plain: bool) -> None:
 
 
 @ctl.command()
-@click.argument("name", required=False)
+@click.argument("name", required=False, shell_complete=names_of("models"))
 @as_json
 @click.pass_obj
 @failing_well
@@ -150,15 +124,17 @@ def models(server: str, name: str | None, plain: bool) -> None:
         (
             m["name"],
             f"{m['serving']}/{len(m['endpoints'])}",
+            f"{m['replicas']['ready']}/{m['replicas']['wanted']}" if "replicas" in m else "-",
             str(m["max_model_len"] or "?"),
             ", ".join(m["aliases"]),
             ", ".join(m["loras"]),
             ", ".join(m["endpoints"]),
+            m.get("reason", ""),
         )
         for m in found
     ]
     show(
-        ("NAME", "SERVING", "CONTEXT", "ALIASES", "ADAPTERS", "ENDPOINTS"),
+        ("NAME", "SERVING", "REPLICAS", "CONTEXT", "ALIASES", "ADAPTERS", "ENDPOINTS", "REASON"),
         rows,
         empty="No endpoint has said yet which models it serves.",
     )
@@ -175,7 +151,7 @@ def drain_endpoint(server: str, name: str, undo: bool, plain: bool) -> None:
     with AdminClient(server) as client:
         found = client.post("endpoints", name, "undrain" if undo else "drain")
     if plain:
-        _json(found)
+        print_json(found)
     else:
         click.echo(f"{name} is {found['health']['state']}, with {found['inflight']} requests under way")
 
@@ -208,7 +184,7 @@ def explain_route(
             asked = {"model": model, "session": session, "profile": profile, "request": body}
             found = client.post("explain-route", body=asked)
     if plain:
-        _json(found)
+        print_json(found)
         return
     if "pipeline" in found:
         click.echo(phases.text(found["pipeline"]), nl=False)
@@ -261,3 +237,7 @@ def top(server: str, interval: float, once: bool) -> None:
             if once:
                 return
             time.sleep(interval)
+
+
+for command in (*nodes.COMMANDS, *catalogue.COMMANDS, *upkeep.COMMANDS):
+    ctl.add_command(command)

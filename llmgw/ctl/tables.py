@@ -8,7 +8,17 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-COLOURS = {"ready": "green", "degraded": "yellow", "quarantined": "red", "joining": "cyan", "draining": "magenta"}
+COLOURS = {
+    "ready": "green",
+    "degraded": "yellow",
+    "quarantined": "red",
+    "joining": "cyan",
+    "draining": "magenta",
+    "failed": "red",
+    "lost": "red",
+    "unknown": "yellow",
+    "not-ready": "red",
+}
 
 
 def show(columns: Sequence[str], rows: Sequence[Sequence[str]], *, empty: str) -> None:

@@ -169,10 +169,11 @@ class Admin:
         self._clock = clock
         self._profiler = Profiler()
 
-    def app(self, hosts: Iterable[str] = ()) -> ASGIApp:
-        """*hosts*: names that it answers to besides loopback."""
+    def app(self, hosts: Iterable[str] = (), routes: Iterable[Route] = ()) -> ASGIApp:
+        """*hosts*: names that it answers to besides loopback. *routes*: the control plane's; they come first."""
         api = "/api/v1"
         routes = [
+            *routes,
             Route("/metrics", self.metrics),
             Route("/health", self.health),
             Route("/readyz", self.readyz),

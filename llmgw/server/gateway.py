@@ -35,6 +35,7 @@ from llmgw.net.world import Unix, World, parse_address
 from llmgw.routing.router import Router
 from llmgw.server.admin import Admin
 from llmgw.server.brain import Brain
+from llmgw.server.control_plane import ControlPlane
 from llmgw.server.fleet import Fleet
 from llmgw.server.kv_events import Subscriber
 from llmgw.server.pipeline import Pipelines
@@ -54,6 +55,8 @@ class Gateway:
 
     def __init__(self, config: Server, world: World, log_target: logs.Target) -> None:
         """Raises ConfigError for key files that cannot be read."""
+        policies = dict(config.models)  # the catalogue's come and go in it
+        config = attrs.evolve(config, models=policies)
         self._config = config
         self._world = world
         self.log = Log(log_target, world.wall, requests=config.log.requests)
@@ -64,8 +67,8 @@ class Gateway:
             self.log,
             clock,
             failures=config.probe.failures,
-            policies=config.models,
-            read_key=_read_key,
+            policies=policies,
+            read_key=self._key,
             router=Router(world.rng.random, 0.0, config.routing.profiles),
         )
         _check_keys(config)
@@ -78,6 +81,7 @@ class Gateway:
                 config, self.fleet, self.client, self.media, self.log, clock, world.rng, self.brain
             )
             self.metrics.more.append(self.pipelines.families)
+        self.plane = ControlPlane(config, world, self.log, self.fleet, policies)
         self._prober = Prober(self.fleet, self.client, config.probe, world.rng)
         self._scraper = Scraper(self.fleet, self.client, config.routing.scrape, world.rng)
         self._admin = Admin(self.brain, self.metrics, clock)
@@ -101,6 +105,11 @@ class Gateway:
         self._draining = trio.Event()
         self._forced = trio.Event()
         self._gauges()
+
+    def _key(self, reference: str) -> str:
+        """Of an endpoint, where `Endpoint.auth` says that it is. Raises OSError."""
+        known = self.plane.key_of(reference)
+        return _read_key(reference) if known is None else known
 
     def _gauges(self) -> None:
         self.metrics.clock = trio.current_time
@@ -129,6 +138,7 @@ class Gateway:
                 await services.start(Subscriber(self.fleet, self.fleet.router.affinity.exact, self.log).run)
                 if self._config.routing.scrape.interval:
                     await services.start(self._scraper.run)
+                await services.start(self.plane.run)
                 doors = [Door(self._app(), kind="admin", world=self._world) for _ in sockets["admin"]]
                 for door, socks in zip(doors, sockets["admin"], strict=True):
                     await services.start(door.run, socks)
@@ -159,7 +169,7 @@ class Gateway:
     def _app(self) -> Any:
         hosts = set(self._config.admin.hosts)
         hosts |= {a.rpartition(":")[0].lower() for a in self.admin_addresses if not a.startswith("unix:")}
-        return self._admin.app(hosts - {"", "0.0.0.0", "[::]"})
+        return self._admin.app(hosts - {"", "0.0.0.0", "[::]"}, self.plane.api.routes())
 
     async def _listen(self) -> dict[str, list[list[socket.socket]]]:
         found: dict[str, list[list[socket.socket]]] = {"clients": [], "admin": []}

@@ -44,6 +44,7 @@ _FLAGS = (
         "--admin", multiple=True, metavar="ADDRESS", help="Admin port: 127.0.0.1:9090 unless configured, unix:/path."
     ),
     click.option("--log-file", metavar="FILE", help="Append the log here instead of writing to standard output."),
+    click.option("--state", metavar="DIR", help="Be a control plane too, with identity and store in this folder."),
     click.option("--driver", type=click.Choice(["pump", "tasks"]), help="How bytes are moved; pump is faster."),
 )
 
@@ -63,6 +64,7 @@ def configuration(
     admin: tuple[str, ...],
     log_file: str | None,
     driver: Driver | None,
+    state: str | None,
 ) -> Server:
     """What is in force. Raises ConfigError with all problems of file and flags."""
     from llmgw import config
@@ -82,7 +84,9 @@ def configuration(
         base = loaded[0]
     elif loaded:
         base = _both(loaded, files)
-    return config.with_flags(base, endpoints=endpoints, listen=listen, admin=admin, log_file=log_file, driver=driver)
+    return config.with_flags(
+        base, endpoints=endpoints, listen=listen, admin=admin, log_file=log_file, driver=driver, state=state
+    )
 
 
 def _tell(note: str) -> None:

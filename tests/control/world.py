@@ -59,6 +59,7 @@ class Agent:
     connected: bool = True
     term: int = 0
     epochs: dict[str, int] = attrs.Factory(dict)
+    refused: set[str] = attrs.Factory(set)
     dies: Failure | None = None  # every start ends like this
     sent: str = ""
     lives: int = 0
@@ -88,6 +89,7 @@ class Agent:
             boot=self.boot,
             agent=self.life,
             term=self.term,
+            refused=tuple(sorted(self.refused)),
             digest=digest(body),
             observed=body if digest(body) != confirmed else None,
         )
@@ -97,14 +99,16 @@ class Agent:
             return
         self.term = answer.term
         wanted = {}
+        self.refused = set()
         for order in answer.desired:
             if order.epoch < self.epochs.get(order.replica, 0):
+                self.refused.add(order.replica)
                 continue
             self.epochs[order.replica] = order.epoch
             wanted[order.replica] = order
         for name, engine in list(self.engines.items()):
             if name not in wanted:
-                if answer.settled:
+                if answer.settled and name not in self.refused:
                     self.end(name, engine)
                 continue
             order = wanted[name]
