@@ -408,6 +408,15 @@ class ClusterConfig:
         (),
         check=hosts,
     )
+    heartbeat: Duration = key("How often nodes report.", Duration(5.0), check=positive)
+    lost_after: Duration = key(
+        "A node that was silent for so long is lost: nothing new is placed there.", Duration(30.0), check=positive
+    )
+    reschedule_after: Duration = key(
+        "Silent for so long: copies of its replicas are made elsewhere. Loading weights takes minutes, so patience is cheap.",
+        Duration(120.0),
+        check=positive,
+    )
 
 
 @attrs.frozen(kw_only=True)
@@ -759,6 +768,15 @@ def undotted(text: str) -> Path_:
     return tuple(int(part[1:-1]) if part.startswith("[") else part for part in text.replace("[", ".[").split("."))
 
 
+def _impatient(document: Document, cluster: ClusterConfig | None) -> Iterator[Problem]:
+    if cluster is None:
+        return
+    if cluster.lost_after < 2 * cluster.heartbeat:
+        yield document.problem(("cluster", "lost_after"), "must be at least two heartbeats: one may get lost")
+    if cluster.reschedule_after < cluster.lost_after:
+        yield document.problem(("cluster", "reschedule_after"), "must not be less than `lost_after`")
+
+
 def _unstorable(document: Document, server: Server) -> Iterator[Problem]:
     store = server.store
     if store is None:
@@ -831,6 +849,7 @@ def parse(
         problems += _pipelines(server, document)
         problems += _unroutable(document, server)
         problems += _unstorable(document, server)
+        problems += _impatient(document, server.cluster)
     if server is None or problems:
         raise ConfigError(sorted(problems, key=lambda p: p.line))
     return server

@@ -90,6 +90,8 @@ def step(
     lost = lost_for(cluster, seen, clock.now, clock.started, settings)
     before = cluster.frozen
     cluster = brake(cluster, lost, settings)
+    if before and not cluster.frozen:
+        cluster = msgspec.structs.replace(cluster, thawed=clock.wall)
     work = _Round(cluster, specs, seen, clock, rng, settings, lost, inflight or {}, template or Snapshot())
     if cluster.frozen != before:
         work.event("brake", "cluster", cluster.frozen or "released: almost all nodes are back")
@@ -586,6 +588,8 @@ class _Round:
                 self.nodes[node] = msgspec.structs.replace(self.nodes[node], draining=False)
 
     def replace_lost(self) -> None:
+        if self.wall - self.cluster.thawed < self.settings.settle:
+            return
         for replica in list(self.replicas.values()):
             spec = self.specs.get(replica.model)
             if replica.state != "unknown" or spec is None or self.copy_of(replica.id) or replica.assignment is None:

@@ -126,6 +126,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     generations: dict[str, int] = {}  # model → how often what it is started with was edited
     built: dict[str, str] = {}  # model → digest of that
     frozen: str = ""  # why rescheduling is stopped (mass failure); "" = it is not
+    thawed: float = 0.0  # when that ended by itself, wall clock: those still lost get their chance as after a start
 
 
 class Seen(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,7 +14,7 @@ Lists take `?watch=1`: a line of JSON whenever something has changed.
 from __future__ import annotations
 
 import zlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from random import Random
 from typing import Any, Protocol, TypeVar
@@ -23,8 +23,9 @@ import attrs
 import msgspec
 import trio
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from llmgw.catalogue import CatalogueModel, changes, parse, to_plain
 from llmgw.config import Server
@@ -54,6 +55,35 @@ MAX_TEXT = 4 << 20  # bytes of a catalogue: 200 models need 100 KB
 MAX_SYNC = 8 << 20  # bytes: a node with everything wrong needs 300 KB
 IDLE = 15.0  # seconds after which a watch that has nothing to say shows that it lives
 PLANNED = 10_000  # replicas of a plan: all, where a real round places a few
+
+
+Write = Callable[[bytes], Awaitable[None]]
+
+
+class Flow(Response):
+    """An answer that is written piece by piece, until its reader has gone. Its length is not known before its end."""
+
+    def __init__(self, pieces: Callable[[Write], Awaitable[None]], media_type: str) -> None:
+        super().__init__(media_type=media_type)
+        del self.headers["content-length"]
+        self._pieces = pieces
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def write(piece: bytes) -> None:
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_gone, receive, nursery.cancel_scope)
+            await self._pieces(write)
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            nursery.cancel_scope.cancel("all is written")
+
+
+async def _gone(receive: Receive, answer: trio.CancelScope) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    answer.cancel("the reader has gone")
 
 
 class Authority(Protocol):
@@ -104,7 +134,7 @@ class ControlApi:
     ) -> None:
         self._control, self._server, self._wall, self._places = control, server, wall, places
         self.authority = authority
-        self.copy: Callable[[], AsyncIterator[bytes]] | None = None
+        self.copy: Callable[[Write], Awaitable[None]] | None = None
         self.off = ""
 
     def routes(self) -> list[Route]:
@@ -457,16 +487,16 @@ class ControlApi:
             items = [_event(t) for t in self._control.events if t.number > after]
             return JSONResponse({"kind": "events", "revision": self._control.revision, "items": items})
 
-        async def lines() -> AsyncIterator[bytes]:
+        async def lines(write: Write) -> None:
             last = after
             while True:
                 changed = self._control.changed
                 for told in [t for t in self._control.events if t.number > last]:
                     last = told.number
-                    yield msgspec.json.encode(_event(told)) + b"\n"
+                    await write(msgspec.json.encode(_event(told)) + b"\n")
                 await changed.wait()
 
-        return StreamingResponse(lines(), media_type="application/jsonl")
+        return Flow(lines, "application/jsonl")
 
     async def release(self, request: Request) -> Response:
         self._on()
@@ -485,7 +515,7 @@ class ControlApi:
         self._on()
         if self.copy is None:
             raise Problem("control_unavailable", "This store makes its own copies: `etcdctl snapshot save FILE`.")
-        return StreamingResponse(self.copy(), media_type="application/octet-stream")
+        return Flow(self.copy, "application/octet-stream")
 
     def _authority(self) -> Authority:
         self._on()
@@ -541,14 +571,14 @@ class ControlApi:
             await trio.lowlevel.checkpoint()
             return JSONResponse(made())
 
-        async def lines() -> AsyncIterator[bytes]:
+        async def lines(write: Write) -> None:
             while True:
                 changed = self._control.changed
-                yield msgspec.json.encode(made()) + b"\n"
+                await write(msgspec.json.encode(made()) + b"\n")
                 with trio.move_on_after(IDLE):
                     await changed.wait()
 
-        return StreamingResponse(lines(), media_type="application/jsonl")
+        return Flow(lines, "application/jsonl")
 
 
 def _scaled(state: State, name: str, number: int) -> State:

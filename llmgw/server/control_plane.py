@@ -18,6 +18,7 @@ from typing import Any
 import trio
 
 from llmgw.config import ClusterConfig, ModelPolicy, Server, StoreConfig
+from llmgw.control.state import Settings
 from llmgw.errors import ConfigError, Problem, Unavailable
 from llmgw.logs import Log
 from llmgw.net.tls import client_context
@@ -26,7 +27,7 @@ from llmgw.pki.folder import Identity, load_identity
 from llmgw.pki.issue import create_token, revoke
 from llmgw.server.cluster import Cluster
 from llmgw.server.control import Control
-from llmgw.server.control_api import ControlApi
+from llmgw.server.control_api import ControlApi, Write
 from llmgw.server.fleet import Fleet
 from llmgw.stores.base import Store
 from llmgw.stores.etcd import open_etcd
@@ -47,7 +48,11 @@ class ControlPlane:
     def __init__(self, config: Server, world: World, log: Log, fleet: Fleet, policies: dict[str, ModelPolicy]) -> None:
         self._config, self._world, self._log = config, world, log
         load = fleet.router.ledger.counts
-        self.control = Control(world, log, fleet, lambda endpoint: load(endpoint)[0], policies)
+        cluster = config.cluster or ClusterConfig()
+        settings = Settings(
+            heartbeat=cluster.heartbeat, lost_after=cluster.lost_after, reschedule_after=cluster.reschedule_after
+        )
+        self.control = Control(world, log, fleet, lambda endpoint: load(endpoint)[0], policies, settings)
         self.api = ControlApi(self.control, config, world.wall, lambda: list(fleet.places.values()))
         self.api.off = OFF
         self.address = ""  # of the cluster port, as bound; "" = it is not open
@@ -157,14 +162,14 @@ async def _open(config: StoreConfig, cluster: ClusterConfig, world: World) -> As
             yield remote
 
 
-async def _copy(store: SqliteStore, folder: Path) -> AsyncIterator[bytes]:
+async def _copy(store: SqliteStore, folder: Path, write: Write) -> None:
     """A consistent copy of the store, in pieces. It lies in the server's own folder meanwhile, readable by nobody else."""
     with tempfile.TemporaryDirectory(dir=folder, prefix=".backup-") as place:
         path = Path(place) / "store.db"
         await store.backup(path)
         async with await trio.open_file(path, "rb") as file:
             while part := await file.read(CHUNK):
-                yield part
+                await write(part)
 
 
 async def _names() -> list[str]:

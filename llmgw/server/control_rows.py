@@ -44,6 +44,7 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
     built: dict[str, str] = {}
     inputs: dict[str, str] = {}
     frozen: str = ""
+    thawed: float = 0.0
 
 
 @attrs.frozen

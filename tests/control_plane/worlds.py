@@ -175,6 +175,9 @@ class Site:
     async def watch(self) -> None:
         """`check_cluster` at every round of the server."""
         while True:
+            if not self.servers:
+                await trio.sleep(1.0)
+                continue
             self.check_cluster()
             with trio.move_on_after(1.0):
                 await self.control.changed.wait()
