@@ -65,7 +65,7 @@ def check(scenario: Scenario, result: Result, evidence: Evidence) -> None:
         _one(record, lines[0], said, evidence, result, bad)
     for name in by_request:
         bad("log", f"{name}: in the gateway's log, but no client asked")
-    _blocks(result, said)
+    _engine_states(result, said)
     for what in scenario.expect:
         if not result.seen[what]:
             bad("expect", f"the scenario promises {what!r}, but it never came to that; reached: {dict(result.seen)}")
@@ -130,12 +130,16 @@ def _one(
         seen["aborted"] += entry["finish"] == "abort"
 
 
-def _blocks(result: Result, said: dict[str, tuple[str, dict[str, Any]]]) -> None:
+def _engine_states(result: Result, said: dict[str, tuple[str, dict[str, Any]]]) -> None:
     """Interesting states of the engines."""
     entries = Counter(
         what
         for _, entry in said.values()
-        for what, reached in (("hit", entry["cached_tokens"]), ("preempted", entry["preemptions"]))
+        for what, reached in (
+            ("hit", entry["cached_tokens"]),
+            ("preempted", entry["preemptions"]),
+            ("remote_kv", entry["external_tokens"]),
+        )
         if reached
     )
     result.seen.update(entries)

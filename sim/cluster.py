@@ -178,6 +178,8 @@ class Cluster:
             ):
                 if value:
                     found.append(f"{name}: {value} {what} at the end")
+            if core.pinned:  # a prefill keeps them for a while if its decode never came
+                self.note("pinned_left")
         if gateway.brain.inflight:
             found.append(f"gateway: {gateway.brain.inflight} requests in flight at the end")
         for relay in gateway.relays:

@@ -130,7 +130,8 @@ class Scenario:
         "Parts of the server's configuration file; endpoints are made from the engines.", attrs.Factory(dict)
     )
     expect: tuple[str, ...] = key(
-        "States that must have been reached: queued, engine_queue, retried, hung_up, hit, preempted, …", ()
+        "States that must have been reached: queued, engine_queue, retried, hung_up, aborted, hit, preempted, remote_kv, engine_error, and each kind of fault.",
+        (),
     )
 
     def engine_names(self) -> list[str]:

@@ -21,6 +21,7 @@ def good() -> tuple[Result, Evidence]:
         "finish": "length",
         "digest": "d",
         "cached_tokens": 0,
+        "external_tokens": 0,
         "preemptions": 0,
     }
     line = {"request_id": "r1", "endpoint": "e0", "upstream_request_id": "r1-x", "completion_tokens": 3, "attempts": 1}

@@ -6,6 +6,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,29 @@ def test_the_smoke_scenario() -> None:
     assert summary["served"] > 150
     assert set(summary["refused"]) <= {"upstream_closed", "connect_failed", "none_healthy"}
     assert sum(engine["generation_tokens"] for engine in result.engines.values()) >= summary["tokens"]
+
+
+def test_prefill_and_decode_on_engines_of_their_own() -> None:
+    result = run(load("pd"))
+
+    assert result.problems == []
+    assert all(record.served for record in result.records)
+    assert {record.endpoint.rpartition("-")[0] for record in result.records} == {"decode"}
+    assert sum(e["generation_tokens"] for n, e in result.engines.items() if n.startswith("prefill")) >= 1
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_a_million_tokens_take_two_minutes_at_most() -> None:
+    """Measured by processor time, so that what else runs here does not count."""
+    start = time.process_time()
+    result = run(load("tokens"))
+    spent = time.process_time() - start
+
+    assert result.problems == []
+    tokens = result.summary()["tokens"]
+    print(f"{tokens} tokens, {spent / tokens * 1e6:.1f} µs each")
+    assert spent / tokens <= 120e-6
 
 
 ALIKE = """
