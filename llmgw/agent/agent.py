@@ -129,9 +129,11 @@ class Replicas:
     def runs(self) -> tuple[Run, ...]:
         return (*(s.observed() for s in self.running.values()), *self._gone.values())
 
-    def told(self) -> None:
-        """The server has heard of those that are gone."""
-        self._gone.clear()
+    def told(self, runs: tuple[Run, ...]) -> None:
+        """The server has heard of *runs*: those that are gone need not be told again."""
+        for run in runs:
+            if run == self._gone.get(run.replica):
+                del self._gone[run.replica]
 
     def logs(self, wanted: Mapping[str, int]) -> tuple[LogLines, ...]:
         found = (self.running[name].lines_since(number) for name, number in wanted.items() if name in self.running)
@@ -189,8 +191,8 @@ class NodeAgent:
         self.replicas.apply(answer.desired, answer.settled)
         return True
 
-    def told(self) -> None:
-        self.replicas.told()
+    def told(self, observed: Observed) -> None:
+        self.replicas.told(observed.runs)
 
     def clock(self, offset: float) -> None:
         self.node.preflight.clock_offset = offset

@@ -56,8 +56,8 @@ class Agent(Protocol):
         """False: it came from a server that was replaced, and is refused."""
         ...
 
-    def told(self) -> None:
-        """The server has what `observe` last gave."""
+    def told(self, observed: Observed) -> None:
+        """The server has heard of this."""
         ...
 
     def clock(self, offset: float) -> None:
@@ -138,9 +138,7 @@ class Link:
                 if not self.reached:
                     self.log("a server is reached")
                 self.reached, self.last_answer = True, trio.current_time()
-                if answer.digest != confirmed:
-                    confirmed = answer.digest
-                    agent.told()
+                confirmed = answer.digest
                 low, high = HEARTBEAT
                 pause = low if answer.logs else min(max(answer.heartbeat, low), high)
             await trio.sleep(SOONEST)
@@ -161,6 +159,8 @@ class Link:
             raise Unavailable(
                 f"the server speaks for term {answer.term}, and a later one has been heard: it was replaced"
             )
+        if answer.digest == name:
+            agent.told(observed)
         return answer
 
     async def _post(self, client: Client, agent: Agent, name: str, observed: Observed | None) -> Answer:

@@ -92,7 +92,10 @@ async def opened(folder: Path) -> AsyncIterator[World]:
         async with trio.open_nursery() as nursery:
             replicas = Replicas(state, host, Ground(), client, world, lambda _text: None)
             await nursery.start(replicas.run)
-            yield World(network, host, replicas)
+            try:
+                yield World(network, host, replicas)
+            finally:
+                client.close()
             nursery.cancel_scope.cancel()
         client.close()
         wires.cancel_scope.cancel()
@@ -162,8 +165,9 @@ async def test_another_epoch_waits_for_the_end_of_the_first(tmp_path: Path, auto
         await trio.sleep(60)
         assert world.run().state == "ready"
         world.replicas.apply((), settled=True)
-        await world.until(lambda: world.run().state == "gone")
-        world.replicas.told()
+        await world.until(lambda: not world.replicas.running)
+        assert world.run().state == "gone"
+        world.replicas.told(world.replicas.runs())
         assert world.replicas.runs() == ()
         assert world.host.lives == {}
 
