@@ -212,3 +212,65 @@ async def test_a_client_that_leaves_ends_all_legs(connector: str, after: float, 
         (line,) = found.logged()
         assert line["reason"] == "client_gone"
         found.quiet()
+
+
+PNG = "data:image/png;base64,iVBORw0KGgo="
+
+
+async def test_images_are_encoded_apart(autojump_clock: MockClock) -> None:
+    engines: dict[str, dict[str, Any]] = {
+        "e1": {"phases": ("encode",)}, "e2": {"phases": ("encode",)}, "p": dict(P), "d": dict(D), "r": {"phases": ("encode",)},
+    }  # fmt: skip
+    async with cluster("steps: [{type: decode}]\n", {"r": {}}) as service:
+        render = f"{{type: render, params: {{address: 'http://{service.engines['r'].addresses[0]}'}}}}"
+        steps = (
+            f"steps: [{{type: replace-media-urls}}, {render}, {{type: encode}}, {{type: prefill}}, {{type: decode}}]\n"
+        )
+        del engines["r"]
+        async with cluster(NIXL + "ec_connector: ec-nixl\n" + steps, engines) as found:
+            parts = [{"type": "text", "text": "what is this " * 40}] + [
+                {"type": "image_url", "image_url": {"url": PNG + "A" * (4 * i)}} for i in range(3)
+            ]
+            body = {"model": "m", "messages": [{"role": "user", "content": parts}], "max_tokens": 4}
+            got = await found.client().ask(CHAT, body)
+            assert got.status == 200, (got.body, found.logged("phase_failed"))
+            pipelines = found.gateway.pipelines
+            assert pipelines is not None
+            await trio.sleep(0.01)  # the last step is noted when its task runs
+            (trace,) = pipelines.traces.values()
+            legs = [step["leg"] for step in trace["phases"] if "leg" in step]
+            assert sorted(legs[1:4]) == ["encode-0", "encode-1", "encode-2"]
+            assert [legs[0], *legs[4:]] == ["render", "prefill", "decode"]
+            starts = {step["start"] for step in trace["phases"] if step.get("leg", "").startswith("encode")}
+            assert len(starts) == 1, "all at once"
+            assert pulled(await found.page("d")) > 0
+            found.quiet()
+
+
+async def test_a_link_that_fell_back_to_tcp_is_found_and_avoided(autojump_clock: MockClock) -> None:
+    engines: dict[str, dict[str, Any]] = {
+        "p1": {**P, "prefill_tps": 20_000.0}, "d1": {**D, "transfer_gbps": 0.05}, "d2": {**D, "transfer_gbps": 20.0},
+    }  # fmt: skip
+    async with cluster(NIXL, engines) as found:
+        pipelines = found.gateway.pipelines
+        assert pipelines is not None
+        when: list[float] = []
+
+        async def ask(i: int) -> None:
+            body = {**LONG, "stream": True, "messages": [{"role": "user", "content": f"{i} " + "word " * 400}]}
+            assert (await found.client().ask(CHAT, body)).status == 200
+
+        async with trio.open_nursery() as nursery:
+            begun = trio.current_time()
+            for i in range(60):
+                nursery.start_soon(ask, i)
+                await trio.sleep(0.2)
+                if not when and found.logged("link_degraded"):
+                    when.append(trio.current_time() - begun)
+        assert when, "nobody noticed"
+        assert when[0] < 5.0
+        (event,) = found.logged("link_degraded")
+        assert "d1@" in event["decode"]
+        late = [t["pair"]["decode"] for t in list(pipelines.traces.values())[-20:]]
+        assert late.count("d2") >= 19
+        found.quiet()
