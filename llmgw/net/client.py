@@ -46,7 +46,7 @@ class _Wire(Protocol):
 
     expires: float
 
-    async def send(self, data: bytes) -> None: ...
+    async def send(self, data: bytes | memoryview) -> None: ...
 
     async def receive(self) -> bytes: ...
 
@@ -64,7 +64,7 @@ class _Plain:
         self._sock = sock
         self.expires = 0.0
 
-    async def send(self, data: bytes) -> None:
+    async def send(self, data: bytes | memoryview) -> None:
         view = memoryview(data)
         while view:
             try:
@@ -98,7 +98,7 @@ class _Tls:
         )
         self.expires = 0.0
 
-    async def send(self, data: bytes) -> None:
+    async def send(self, data: bytes | memoryview) -> None:
         await self._stream.send_all(data)
 
     async def receive(self) -> bytes:
@@ -217,14 +217,19 @@ class Client:
         path: str,
         *,
         headers: Iterable[tuple[str, str]] = (),
-        body: bytes = b"",
+        body: bytes | tuple[bytes | memoryview, ...] = b"",
         limit: int = ANSWER,
     ) -> Answer:
-        """The whole answer, whatever its status. *limit*: bytes of its body.
+        """The whole answer, whatever its status. *body*: in one piece or in several. *limit*: bytes of the answer's body.
 
         Raises Unreachable if it cannot be connected to, Unavailable if it closes before the answer is whole, speaks no HTTP, says too much.
         """
-        data = _head(target, method, path, headers, len(body)) + body
+        pieces = (body,) if isinstance(body, bytes) else body
+        length = sum(map(len, pieces))
+        head = _head(target, method, path, headers, length)
+        data: tuple[bytes | memoryview, ...] = (head, *pieces)
+        if length <= PIECE:  # a longer one is not joined: copying 64 MiB would stall everybody
+            data = (b"".join(data),)
         wire = self._take(target)
         if wire is not None:
             answer = await self._exchange(target, wire, data, limit, reused=True)
@@ -250,12 +255,15 @@ class Client:
             sock.close()
             raise
 
-    async def _exchange(self, target: Target, wire: _Wire, data: bytes, limit: int, *, reused: bool) -> Answer | None:
+    async def _exchange(
+        self, target: Target, wire: _Wire, data: tuple[bytes | memoryview, ...], limit: int, *, reused: bool
+    ) -> Answer | None:
         """None: a reused connection that was dead already."""
         reader = _Reader(limit)
         keep = False
         try:
-            await wire.send(data)
+            for part in data:
+                await wire.send(part)
             while not reader.done:
                 piece = await wire.receive()
                 if piece:

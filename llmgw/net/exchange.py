@@ -699,12 +699,13 @@ class Exchange:
         shape = self._route.shape if self._route is not None else ""
         ask_usage = lease.usage == "ask" and asked.stream and not asked.include_usage and shape in USAGE_ASKED
         leg = lease.leg
-        body: bytes | bytearray = self._body if leg is None else leg.body
+        body: bytes | bytearray = self._body if leg is None else b""
         if leg is None and (target.model or ask_usage):
             if asked.model_at is not None:
                 body = rewrite_form(body, asked.model_at, target.model)
             elif body:
                 body = rewrite(body, model=target.model or None, ask_usage=ask_usage, found=asked.layout)
+        length = len(body) if leg is None else sum(map(len, leg.body))
         self._filter = UsageFilter() if ask_usage else None
         outcome.served = target.model or asked.model
         name = "" if leg is None else f"{leg.name}-"
@@ -713,7 +714,7 @@ class Exchange:
         own = "".join(f"{name}: {value}\r\n" for name, value in target.headers) if target.headers else ""
         path = head.path if head.query is None else f"{head.path}?{head.query}"
         lines = (
-            f"{head.method} {target.path}{path} HTTP/1.1\r\nhost: {target.host}\r\ncontent-length: {len(body)}\r\n"
+            f"{head.method} {target.path}{path} HTTP/1.1\r\nhost: {target.host}\r\ncontent-length: {length}\r\n"
             f"x-request-id: {upstream_id}\r\n{own}"
         ).encode("latin-1") + (head.forward if leg is None or leg.client_headers else b"")
         self._state = SENT
@@ -726,11 +727,12 @@ class Exchange:
         self._last = now
         self._quiet_until()
         try:
-            if len(body) <= SIZE:
-                channel.write(lines + b"\r\n" + body)
+            if length <= SIZE:
+                channel.write(lines + b"\r\n" + (body if leg is None else b"".join(leg.body)))
             else:
                 channel.write(lines + b"\r\n")
-                channel.write(body)
+                for piece in (body,) if leg is None else leg.body:
+                    channel.write(piece)
         except OSError as error:
             self.upstream_gone(error)
 

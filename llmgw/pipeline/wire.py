@@ -4,8 +4,8 @@ Three formats. *chat* and *completions* are OpenAI's, with transfer parameters a
 engine's own: tokens in, sampling parameters nested. Engines of different age read transfer parameters of generate in
 different places (older ones only in ``sampling_params.extra_args``, newer ones at the top level), so they stand in both.
 
-A body is a plain dict. Integers of any size survive it; strings that hold megabytes of media are carried as
-`msgspec.Raw` (JSON text as it was received), so that neither reading nor writing a body copies them through a parser.
+A body is a plain dict. Integers of any size survive it; strings that hold megabytes of media are carried as `Blob`
+(JSON text as it was received), so that neither reading nor writing a body copies them.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def client_format(path: str) -> Format:
 
 
 def parse(raw: bytes | bytearray) -> Body:
-    """The JSON object in *raw*, with long data URIs as `msgspec.Raw`. Raises Refused(bad_json)."""
+    """The JSON object in *raw*, with long data URIs as `Blob`. Raises Refused(bad_json)."""
     blobs: list[memoryview] = []
     text: bytes | bytearray = raw
     mark = b"data:,blob-"
@@ -70,9 +70,47 @@ def parse(raw: bytes | bytearray) -> Body:
     return body
 
 
+class Blob:
+    """A long string as JSON text, quotes included. A view: whoever holds it keeps the bytes that it came in."""
+
+    __slots__ = ("literal",)
+
+    def __init__(self, literal: memoryview | bytes) -> None:
+        self.literal = literal
+
+
+Parts = tuple[bytes | memoryview, ...]
+"""A body in pieces, to be sent one after the other."""
+
+
+def encode_parts(body: Body) -> Parts:
+    """*body* as JSON in pieces, of which blobs are not copied."""
+    attempt = 0
+    while True:
+        mark = b"blob-%d-" % attempt
+        blobs: list[Blob] = []
+
+        def hook(value: object, mark: bytes = mark, blobs: list[Blob] = blobs) -> object:
+            if not isinstance(value, Blob):
+                raise NotImplementedError(f"{type(value).__name__} has no JSON form")
+            blobs.append(value)
+            return msgspec.Raw(b'"' + mark + b'"')
+
+        text = msgspec.json.encode(body, enc_hook=hook)
+        if not blobs:
+            return (text,)
+        pieces = text.split(b'"' + mark + b'"')
+        if len(pieces) == len(blobs) + 1:  # else a string of the client's is the very mark: take another
+            found: list[bytes | memoryview] = [pieces[0]]
+            for blob, piece in zip(blobs, pieces[1:], strict=True):
+                found += (blob.literal, piece)
+            return tuple(found)
+        attempt += 1
+
+
 def encode(body: Body) -> bytes:
-    """*body* as JSON."""
-    return msgspec.json.encode(body)
+    """*body* as JSON in one piece."""
+    return b"".join(encode_parts(body))
 
 
 def _take_blobs(raw: bytes | bytearray) -> tuple[bytes | bytearray, list[memoryview], bytes]:
@@ -121,7 +159,7 @@ def _put_blobs(body: Body, mark: str, blobs: list[memoryview]) -> None:
         for key, value in items:
             if isinstance(value, str):
                 if value.startswith(mark):
-                    node[key] = msgspec.Raw(blobs[int(value[len(mark) :])])
+                    node[key] = Blob(blobs[int(value[len(mark) :])])
             elif isinstance(value, (dict, list)):
                 todo.append(value)
 
@@ -130,8 +168,8 @@ def text_head(value: object, most: int = 256) -> str | None:
     """The first *most* characters of a string, whether parsed or raw; None for anything else."""
     if isinstance(value, str):
         return value[:most]
-    if isinstance(value, msgspec.Raw):
-        head = bytes(memoryview(value)[: most + 1])
+    if isinstance(value, Blob):
+        head = bytes(value.literal[: most + 1])
         return head[1:].split(b'"', 1)[0].decode("ascii", "replace") if head[:1] == b'"' else None
     return None
 

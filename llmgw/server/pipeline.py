@@ -52,7 +52,7 @@ from llmgw.pipeline.context import Context
 from llmgw.pipeline.headers import forwarded
 from llmgw.pipeline.links import Change, Links
 from llmgw.pipeline.run import Ending, releases, run
-from llmgw.pipeline.wire import encode, parse, strip_transfer_fields
+from llmgw.pipeline.wire import encode_parts, parse, strip_transfer_fields
 from llmgw.request import (
     Failure,
     InferenceRequest,
@@ -551,7 +551,7 @@ class Pipelines:
         endpoint = place.endpoint.id if place is not None else ""
         begun = self._clock()
         headers = self._headers(job, call)
-        payload = encode(body) if call.method == "POST" else b""
+        payload = encode_parts(body) if call.method == "POST" else ()
         timeout = call.timeout or self._pipelines[job.name].config.leg_timeout
         failure: Failed
         try:
@@ -648,7 +648,7 @@ class Pipelines:
             limits=self._brain.limits(job.model),
             usage="ask" if ask else "count",
             attempt=job.attempts,
-            leg=Leg(name=call.leg, body=encode(body), fails=fails, client_headers=not gateway),
+            leg=Leg(name=call.leg, body=encode_parts(body), fails=fails, client_headers=not gateway),
         )
         self._jobs[lease.id] = job
         job.ids.append(lease.id)

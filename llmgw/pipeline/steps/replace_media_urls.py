@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import attrs
-import msgspec
 
 from llmgw.pipeline import params
 from llmgw.pipeline.commands import Failed, Fetch, FetchLimits, Media
 from llmgw.pipeline.context import Context, Entry
 from llmgw.pipeline.media import MAX_URL, check_url, data_uri_type
 from llmgw.pipeline.step import LegFailed, Work
-from llmgw.pipeline.wire import image_parts, refuse, text_head, with_image_parts
+from llmgw.pipeline.wire import Blob, image_parts, refuse, text_head, with_image_parts
 
 MEGABYTE = 1 << 20
 
@@ -74,7 +73,7 @@ class ReplaceMediaUrls:
                     raise LegFailed("replace-media-urls", reply)
                 assert isinstance(reply, Media)
                 entry.content_type = reply.content_type
-                uri = msgspec.Raw(f'"data:{reply.content_type};base64,{reply.base64}"')
+                uri = Blob(f'"data:{reply.content_type};base64,{reply.base64}"'.encode())
                 change[index] = {**part, "image_url": {**part["image_url"], "url": uri}}
             ctx.body = with_image_parts(ctx.body, change)
         ctx.entries = entries
