@@ -80,3 +80,9 @@ def pipeline(session: nox.Session) -> None:
     install(session)
     for topology in ["single", "3epp"] if not session.posargs else [None]:
         session.run("python", "-m", "tests.pipeline.topology", *([topology] if topology else session.posargs))
+
+
+def bench(session: nox.Session) -> None:
+    """What the gateway costs, beside HAProxy; writes docs/performance.md. Needs gcc, haproxy and a quiet machine."""
+    install(session)
+    session.run("python", "-m", "tests.bench", *session.posargs)

@@ -63,6 +63,11 @@ class Bench:
         found = [json.loads(line) for line in self.lines.data.splitlines()]
         return [line for line in found if (line.get("event", "") if event else line["kind"]) == (event or "request")]
 
+    def forget(self) -> None:
+        """What has been logged is gone."""
+        self.log._write(b"")
+        self.lines.data = b""
+
     def admit(self, model: str = "m", route: str = "/v1/chat/completions", **known: Any) -> Any:
         request = InferenceRequest(id="r", head=Head(route, "1.2.3.4"), model=model, accepted=self.clock[0], **known)
         return self.brain.admit(request)
