@@ -501,6 +501,7 @@ class EngineCore:
     def _free(self, seq: Seq) -> None:
         if seq.blocks:
             if seq.job.pin and seq.finish in ("stop", "length"):
+                self.release(seq.job.id)  # of an earlier request with the same id, which nobody can fetch any more
                 self._pinned[seq.job.id] = seq.blocks
             else:
                 self.pool.give_back(seq.blocks)

@@ -376,6 +376,17 @@ def test_pinned_blocks_stay_until_they_are_released() -> None:
     assert core.pool.used == 0
 
 
+def test_an_id_that_comes_twice_pins_once() -> None:
+    core = engine()
+    for _ in range(2):
+        core.submit(fresh("a", 20, 1, pin=True), 0.0)
+        run(core)
+
+    assert core.pool.used == core.pinned == 5
+    core.release("a")
+    assert core.pool.used == 0
+
+
 # Oracle 10: time
 
 

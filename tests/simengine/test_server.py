@@ -139,6 +139,23 @@ async def test_it_listens_on_tcp_and_on_a_path_at_once() -> None:
         nursery.cancel_scope.cancel()
 
 
+async def test_a_port_that_is_taken_is_told_with_its_name() -> None:
+    world = RealWorld(1)
+    async with trio.open_nursery() as nursery:
+        addresses = await nursery.start(partial(serve, Options(listen=("127.0.0.1:0",)), world))
+        with pytest.RaisesGroup(ConfigError, flatten_subgroups=True) as caught:
+            await serve(Options(listen=(addresses[0], "unix:/no/such/folder")), world)
+        nursery.cancel_scope.cancel()
+
+    (error,) = caught.value.exceptions
+    assert isinstance(error, ConfigError)
+    problems = error.problems
+    assert [problem.message.rpartition(": ")[0] for problem in problems] == [
+        f"cannot listen on {addresses[0]}",
+        "cannot listen on unix:/no/such/folder",
+    ]
+
+
 def test_all_problems_are_told_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         Options(max_num_seqs=0, fail_rate=2.0, failure_mode="burn").check()

@@ -37,7 +37,7 @@ async def serve(
 ) -> None:
     """Run one simulated engine until cancelled. Started with the addresses that it is bound to.
 
-    Raises ConfigError for options that cannot be; OSError, in a group, for an address that cannot be listened on.
+    Raises ConfigError, in a group, for options that cannot be and for addresses that cannot be listened on.
     """
     options.check()
     with ExitStack() as stack:

@@ -8,6 +8,7 @@ the whole engine runs under a virtual clock.
 from __future__ import annotations
 
 import random
+import socket
 import uuid
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable
@@ -19,6 +20,7 @@ import attrs
 import msgspec
 import trio
 
+from llmgw.errors import ConfigError, Problem
 from llmgw.net.world import World, parse_address
 from llmgw.simengine import text, wire
 from llmgw.simengine.core import EngineCore, Job, Seq, State
@@ -201,14 +203,24 @@ class Engine:
     # Life
 
     async def serve(self, *, task_status: trio.TaskStatus[list[str]] = trio.TASK_STATUS_IGNORED) -> None:
-        """Listen and serve until cancelled; started with the bound addresses."""
+        """Listen and serve until cancelled; started with the bound addresses.
+
+        Raises ConfigError for addresses that cannot be listened on: all of them.
+        """
         await trio.sleep(self.options.startup_delay)
-        listeners = []
+        listeners: list[socket.socket] = []
         try:
+            problems: list[Problem] = []
             for address in self.options.listen:
-                for listener in await self.world.listen(parse_address(address)):
-                    listeners.append(listener)
-                    self.addresses.append(_spell(listener.getsockname()))
+                try:
+                    found = await self.world.listen(parse_address(address))
+                except OSError as error:
+                    problems.append(Problem(f"cannot listen on {address}: {error.strerror or error}", where="--listen"))
+                    continue
+                listeners += found
+                self.addresses += [_spell(listener.getsockname()) for listener in found]
+            if problems:
+                raise ConfigError(problems)
             self._created = self.world.wall()
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
