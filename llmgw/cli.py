@@ -82,7 +82,7 @@ def server(demo: bool, print_config: bool, **flags: Any) -> None:
     elif demo:
         trio.run(_demo, made, RealWorld())
     else:
-        trio.run(serve, made, RealWorld())
+        trio.run(partial(serve, made, RealWorld(), reread=partial(configuration, **flags)))
 
 
 async def _demo(made: Server, world: World) -> None:

@@ -164,6 +164,14 @@ class ClientLimits:
 
 
 @attrs.frozen(kw_only=True)
+class TlsFiles:
+    """A listener's certificate. Read again on SIGHUP; open connections keep theirs."""
+
+    cert: str = key("PEM file: the certificate, then its intermediates.", check=not_empty)
+    key: str = key("PEM file of its private key, not encrypted.", check=not_empty)
+
+
+@attrs.frozen(kw_only=True)
 class Listener:
     """One address of the client port."""
 
@@ -172,6 +180,7 @@ class Listener:
         "What a client's FIN means: `close` = it has left, its request is cancelled; `allow` = it only stopped sending.",
         "close",
     )
+    tls: TlsFiles | None = key("Speak TLS (1.2 or newer) with this certificate. Unset: plain HTTP.", None)
     allow_priority: bool = key(
         "Let the body field `priority` through. Engines disagree on its direction: only for one kind.", False
     )
@@ -433,6 +442,11 @@ class Server:
     log: Log = key("The log.", attrs.Factory(Log))
     driver: Driver = key("How bytes are moved: `pump` (Linux, fast) or `tasks` (anywhere).", "pump")
     endpoints: tuple[EndpointConfig, ...] = key("Engines that run already.", ())
+    engine_ca: str | None = key(
+        "PEM file of the only authorities that certificates of https endpoints may lead to. Unset: the system's.",
+        None,
+        check=not_empty,
+    )
     models: dict[str, ModelPolicy] = key("How models are served, by name.", attrs.Factory(dict))
     pipelines: dict[str, PipelineConfig] = key("Chains of phases over specialised engines.", attrs.Factory(dict))
     pipeline: str = key("Which of `pipelines` requests go through, unless their model says. Unset: none.", "")
@@ -940,6 +954,8 @@ def with_flags(
     log_file: str | None = None,
     driver: Driver | None = None,
     state: str | None = None,
+    tls_cert: str | None = None,
+    tls_key: str | None = None,
 ) -> Server:
     """*server* with what the command line adds (endpoints) or replaces (all else). Raises ConfigError."""
     problems: list[Problem] = []
@@ -954,12 +970,18 @@ def with_flags(
     problems += [
         Problem(f"endpoint {e.name!r} is in the configuration file too", "--endpoint") for e in added if e.name in names
     ]
+    if (tls_cert is None) != (tls_key is None):
+        problems.append(Problem("give both or neither", "--tls-cert, --tls-key"))
     if problems:
         raise ConfigError(problems)
     changes: dict[str, Any] = {"endpoints": server.endpoints + added}
+    listeners = server.listeners
     if listen:
-        first = server.listeners[0]
-        changes["listeners"] = tuple(attrs.evolve(first, address=address) for address in listen)
+        listeners = tuple(attrs.evolve(listeners[0], address=address) for address in listen)
+    if tls_cert is not None and tls_key is not None:
+        pair = TlsFiles(cert=tls_cert, key=tls_key)
+        listeners = tuple(attrs.evolve(one, tls=pair) for one in listeners)
+    changes["listeners"] = listeners
     if admin:
         changes["admin"] = attrs.evolve(server.admin, addresses=tuple(admin))
     if log_file is not None:
@@ -1039,7 +1061,7 @@ def reference() -> str:
         "`llmgw server --config FILE` reads one YAML file; `examples/server.yaml` shows every key. Unknown keys, keys that",
         "occur twice and values of another type are refused: all problems at once, each with file, line and path, exit",
         "code 2. `--print-config` prints what is in force. Flags: `--endpoint` adds engines, `--listen`, `--admin`,",
-        "`--log-file`, `--driver` and `--state` replace what the file says.",
+        "`--log-file`, `--tls-cert` with `--tls-key`, `--driver` and `--state` replace what the file says.",
         "",
         f"Durations are written as in Go: {', '.join(f'`{d}`' for d in ('100ms', '30s', '1m30s'))}. Sizes: `64MiB`,"
         " `64KB` (decimal), or bytes. Secrets",

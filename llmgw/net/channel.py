@@ -51,11 +51,11 @@ def _nothing(_: object) -> None:
 
 
 class Channel:
-    """See the module's text. *peer* is for logs."""
+    """See the module's text. *peer* is for logs. *opening*: a handshake is under way, nothing can be said yet."""
 
     __slots__ = (
         "_again", "_ending", "_paused", "closed", "crashed", "driver", "fd", "finished", "on_bytes", "on_gone",
-        "on_resume", "on_writable", "out", "peer", "since", "sock",
+        "on_resume", "on_writable", "opening", "out", "peer", "since", "sock",
     )  # fmt: skip
 
     def __init__(self, sock: socket.socket, driver: Driver, peer: str = "") -> None:
@@ -65,6 +65,7 @@ class Channel:
         self.peer = peer
         self.out: deque[memoryview] | None = None
         self.closed = False
+        self.opening = False
         self.finished = False  # the peer's side has ended or broken, and the owner has been told
         self.on_resume: Callable[[], None] | None = None  # of the driver
         self.since = 0.0  # of the pool: when it became idle
@@ -127,28 +128,30 @@ class Channel:
 
     def writable(self) -> None:
         """The socket may take more of what is held."""
+        if self.out and self._drain() and self.on_writable is not None:
+            self.on_writable()
+
+    def _drain(self) -> bool:
+        """Send what is held. True: all of it went."""
         out = self.out
-        if not out:
-            return
         while out:
             piece = out[0]
             try:
                 sent = self.send(piece)
             except BlockingIOError:
-                return
+                return False
             except OSError as error:
                 self.out = None
                 self.finished = True
                 self.on_gone(error)
-                return
+                return False
             if sent < len(piece):
                 out[0] = piece[sent:]
                 self.driver.want_write(self)
-                return
+                return False
             out.popleft()
         self.out = None
-        if self.on_writable is not None:
-            self.on_writable()
+        return True
 
     # what the owner calls
 

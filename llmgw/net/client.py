@@ -16,7 +16,7 @@ import httptools
 import trio
 
 from llmgw.errors import Unavailable
-from llmgw.net.tls import client_context
+from llmgw.net.tls import client_context, host_name
 from llmgw.net.world import World, parse_address
 from llmgw.request import Target
 
@@ -109,11 +109,6 @@ class _Tls:
 
     def close(self) -> None:
         self._trio.close()  # no close_notify: the answer's own framing said that it was whole
-
-
-def _server_name(host: str) -> str:
-    """The name or address in a Host header, as a certificate has it: no port, no brackets."""
-    return host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
 
 
 def _stale(sock: socket.socket) -> bool:
@@ -210,6 +205,10 @@ class Client:
         self._idle: dict[tuple[str, bool, str], list[_Wire]] = {}
         self._kept = 0
 
+    def configure(self, tls: ssl.SSLContext) -> None:
+        """For connections made from now on."""
+        self._context = tls
+
     async def request(
         self,
         target: Target,
@@ -250,7 +249,7 @@ class Client:
         try:
             if self._context is None:
                 self._context = client_context(now=self._world.wall())
-            return _Tls(sock, self._context, _server_name(target.host))
+            return _Tls(sock, self._context, host_name(target.host))
         except BaseException:
             sock.close()
             raise

@@ -35,6 +35,7 @@ from llmgw import reasons
 from llmgw.kvcache import blocks
 from llmgw.net import http1, internal
 from llmgw.net.channel import SIZE, Channel
+from llmgw.net.secure import HANDSHAKE_SECONDS
 from llmgw.openai import errors, multipart, peek, routes
 from llmgw.openai.responses import IdFinder
 from llmgw.openai.rewrite import rewrite, rewrite_form
@@ -196,7 +197,7 @@ class Exchange:
     __slots__ = (
         "_advancing", "_answer_head", "_body", "_body_from", "_body_have", "_buffer", "_carry", "_chunked", "_client", "_close_after",
         "_decoder", "_filter", "_gap", "_head", "_held", "_ids", "_inbuf", "_known", "_last", "_lease", "_left", "_meter", "_next_progress",
-        "_open", "_outcome", "_peek", "_peer", "_raw", "_reading", "_request_id", "_reused", "_route", "_scanned", "_sent_any",
+        "_open", "_opened", "_outcome", "_peek", "_peer", "_raw", "_reading", "_request_id", "_reused", "_route", "_scanned", "_sent_any",
         "_sse", "_state", "_ticket", "_unsent", "_upbuf", "_upstream", "_want_head", "deadline", "host", "job", "task",
         "timer",
     )  # fmt: skip
@@ -210,6 +211,7 @@ class Exchange:
         self._scanned = 0
         self._known: http1.RequestHead | None = None  # this client's last head
         self._close_after = False
+        self._opened = client.opening  # with a handshake; its deadline comes before that of the first head
         self._advancing = False
         self._upstream: Channel | None = None
         self.deadline = NEVER  # when `tick` is due; the host keeps it in its heap
@@ -218,7 +220,7 @@ class Exchange:
         self.job: object = None  # of the host
         self._reset()
         client.bind(self.client_bytes, self.client_gone, self.client_writable, self.crashed)
-        self._until(host.clock.now + host.limits.head_timeout)
+        self._until(host.clock.now + (HANDSHAKE_SECONDS if client.opening else host.limits.head_timeout))
 
     def _reset(self) -> None:
         self._open = False
@@ -270,6 +272,10 @@ class Exchange:
         self.deadline = deadline
         if deadline < self.timer:
             self.host.schedule(self)
+
+    def read_afresh(self) -> None:
+        """The listener's options have changed: the next head is not taken for the last one."""
+        self._known = None
 
     # -- the client's side ---------------------------------------------------------------------------------------------
 
@@ -712,7 +718,11 @@ class Exchange:
         upstream_id = f"{self._request_id}-{name}{host.rng.getrandbits(32):08x}"
         outcome.upstream_request_id = upstream_id
         own = "".join(f"{name}: {value}\r\n" for name, value in target.headers) if target.headers else ""
-        path = head.path if head.query is None else f"{head.path}?{head.query}"
+        path = head.path
+        if head.query is not None and self._route is not None and self._route.kind == "kept":
+            path += (
+                "?" + head.query
+            )  # elsewhere it says nothing that an engine reads, and may hold what is not its business
         lines = (
             f"{head.method} {target.path}{path} HTTP/1.1\r\nhost: {target.host}\r\ncontent-length: {length}\r\n"
             f"x-request-id: {upstream_id}\r\n{own}"
@@ -1164,7 +1174,8 @@ class Exchange:
         body = errors.error_body(refusal, anthropic=self._anthropic())
         status = refusal.status or reason.status
         if self._answer(status, lines, body):
-            self._settle(status, refusal.reason, detail or refusal.message)
+            before = self._outcome.detail if self._outcome is not None else ""  # of the attempt that failed
+            self._settle(status, refusal.reason, detail or before or refusal.message)
             self._answered()
 
     def _show(self, page: Page) -> None:
@@ -1269,7 +1280,11 @@ class Exchange:
             return
         state, limits = self._state, self.host.limits
         if state in (IDLE, LINGERING):
-            self._end()
+            if self._opened and not self._client.opening:
+                self._opened = False
+                self._until(now + limits.head_timeout)
+            else:
+                self._end()
         elif state == HEAD:
             self._begin()
             self._refuse(

@@ -16,17 +16,19 @@ import logging
 import socket
 import ssl
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import trio
 
-from llmgw.net import http1
+from llmgw.net import http1, secure
 from llmgw.net.channel import Channel
 from llmgw.net.exchange import Exchange, State
 from llmgw.net.pool import IDLE_SECONDS, Pool
 from llmgw.net.pump import Pump
 from llmgw.net.tasks import Tasks
 from llmgw.net.timers import Timers
+from llmgw.net.tls import client_context, host_name
 from llmgw.net.world import World, nodelay, parse_address
 from llmgw.openai import peek
 from llmgw.request import Brain, Failure, InferenceRequest, Lease, LegMover, Page, Refusal, Target
@@ -97,12 +99,37 @@ class Relay:
         gaps: Callable[[str], Callable[[float], None]] = _no_gaps,
         bug: Callable[[str, BaseException], None] = _log_bug,
         several: Legs | None = None,
+        tls: Callable[[], ssl.SSLContext] | None = None,
+        engine_tls: Callable[[], ssl.SSLContext] | None = None,
     ) -> None:
-        """*several*: who performs pipelines, where the brain asks for one."""
+        """*several*: who performs pipelines, where the brain asks for one. *tls*: the context for each new client; None
+        = plain. *engine_tls*: for https endpoints; None = a context that trusts what this machine trusts."""
         self.world = world
         self.brain = brain
-        self.limits = limits
         self.rng = world.rng
+        self._several = several
+        self._exchanges: set[Exchange] = set()
+        self.configure(limits, listener)
+        self.draining = False
+        self.gaps = gaps
+        self.bug = bug
+        self._driver: Pump | Tasks = Pump() if driver == "pump" else Tasks()
+        self.clock = self._driver
+        self._pool = Pool()
+        self._timers = Timers()
+        self._tickets: dict[int, Exchange] = {}
+        self._prefixes: dict[str, str] = {}
+        self._accepting = trio.CancelScope()
+        self._room: trio.Event | None = None
+        self._tls = tls
+        self._engine_tls = engine_tls or _trusting(world)
+        self.soon = self._driver.soon
+        self.schedule = self._timers.schedule
+
+    def configure(self, limits: ClientLimits, listener: Listener) -> None:
+        """What clients may do from their next request on."""
+        several = self._several
+        self.limits = limits
         self.read_request = http1.RequestReader(
             field_count=limits.header_count,
             forward=http1.TO_ENGINE | {name.lower().encode("ascii") for name in listener.forward_headers},
@@ -114,23 +141,9 @@ class Relay:
         self.allow = peek.Allow(
             priority=listener.allow_priority or listener.internal, transfer=self.strips or listener.internal
         )
-        self._several = several
         self.half_close = listener.half_close == "allow"
-        self.draining = False
-        self.gaps = gaps
-        self.bug = bug
-        self._driver: Pump | Tasks = Pump() if driver == "pump" else Tasks()
-        self.clock = self._driver
-        self._pool = Pool()
-        self._timers = Timers()
-        self._exchanges: set[Exchange] = set()
-        self._tickets: dict[int, Exchange] = {}
-        self._prefixes: dict[str, str] = {}
-        self._accepting = trio.CancelScope()
-        self._room: trio.Event | None = None
-        self._tls: ssl.SSLContext | None = None
-        self.soon = self._driver.soon
-        self.schedule = self._timers.schedule
+        for exchange in self._exchanges:
+            exchange.read_afresh()
 
     # -- what the shell sees ----------------------------------------------------------------------------------------------
 
@@ -272,11 +285,10 @@ class Relay:
             sock.close()
 
     async def _accept_from(self, listener: socket.socket, handlers: trio.Nursery) -> None:
-        most = self.limits.connections
         while True:
             await trio.lowlevel.wait_readable(listener)
             for _ in range(ACCEPTS):
-                while most is not None and len(self._exchanges) >= most:
+                while (most := self.limits.connections) is not None and len(self._exchanges) >= most:
                     self._room = trio.Event()
                     await self._room.wait()
                 try:
@@ -299,7 +311,10 @@ class Relay:
             return
         peer = str(address[0]) if isinstance(address, tuple) and address else ""
         self._now()
-        channel = Channel(sock, self._driver, peer)
+        if self._tls is None:
+            channel = Channel(sock, self._driver, peer)
+        else:
+            channel = secure.serve(sock, self._driver, peer, self._tls())
         exchange = Exchange(self, channel, peer)
         self._exchanges.add(exchange)
         self._driver.attach(channel)
@@ -327,11 +342,12 @@ class Relay:
         with trio.move_on_after(lease.limits.connect) as scope:
             exchange.job = scope
             try:
-                sock = await self._connect(lease.target)
+                answer = await self._connect(lease.target)
+            except ssl.SSLError as error:
+                answer = f"TLS: {error.reason or error}"
             except OSError as error:
                 answer = str(error)
             else:
-                answer = Channel(sock, self._driver, lease.target.name)
                 self._driver.attach(answer)
         if exchange.job is not scope:  # undialled meanwhile, or the next request's dial has been asked for
             if isinstance(answer, Channel):
@@ -344,13 +360,24 @@ class Relay:
         except Exception as error:
             exchange.crashed(error)
 
-    async def _connect(self, target: Target) -> socket.socket:
-        return await self.world.dial(parse_address(target.address.removeprefix("tcp:")))
+    async def _connect(self, target: Target) -> Channel:
+        sock = await self.world.dial(parse_address(target.address.removeprefix("tcp:")))
+        if not target.tls:
+            return Channel(sock, self._driver, target.name)
+        try:
+            return await secure.connect(sock, self._driver, target.name, self._engine_tls(), host_name(target.host))
+        except BaseException:
+            sock.close()
+            raise
 
     async def _sweep(self) -> None:
         while True:
             await trio.sleep(IDLE_SECONDS)
             self._pool.sweep(trio.current_time())
+
+
+def _trusting(world: World) -> Callable[[], ssl.SSLContext]:
+    return cache(lambda: client_context(now=world.wall()))
 
 
 _DRAINED = Refusal(reason="draining", message="this server is shutting down; try again")

@@ -84,6 +84,13 @@ def blind_context() -> ssl.SSLContext:
     return context
 
 
+def host_name(host: str) -> str:
+    """The name that a certificate must have, of a Host header's value: no port, no brackets."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0]
+
+
 def check_pair(cert: Path, key: Path, now: float) -> list[Problem]:
     """What is wrong with a certificate and its key; empty if a listener can use them at *now*."""
     problems: list[Problem] = []
@@ -134,6 +141,7 @@ class Reloadable:
 
 def _common(context: ssl.SSLContext) -> None:
     context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.options |= ssl.OP_NO_RENEGOTIATION  # a peer could ask for one handshake after another
     context.set_alpn_protocols(ALPN)
 
 

@@ -125,6 +125,10 @@ class Brain:
         fleet.on_failed_probe = self._given_up
         self._renew()
 
+    def configure(self, config: Server) -> None:
+        """Another configuration; the fleet's `replace` follows. Requests under way keep their limits."""
+        self._config = config
+
     def _renew(self) -> None:
         """The set of endpoints or models has changed."""
         fleet = self.fleet

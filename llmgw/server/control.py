@@ -95,7 +95,8 @@ class Control:
         self.changed = trio.Event()  # set and replaced when `revision` rises
         self.keys: dict[str, str] = {}  # replica → the key that its engine asks for; in memory only
         self._world, self._log, self._sink, self._load = world, log, sink, load_of
-        self._policies, self._own_policies = policies, frozenset(policies)
+        self._policies = policies
+        self.own(frozenset(policies))
         self._digests: dict[str, str] = {}
         self._published: tuple[object, ...] | None = None
         self._served: dict[str, str] = {}  # endpoint id → replica, as long as the replica is known
@@ -109,6 +110,10 @@ class Control:
         self._lifted: set[str] = set()  # of these, the ones that got a new epoch in this term: it is above all others
 
     # -- leading -----------------------------------------------------------------------------------------------------
+
+    def own(self, names: frozenset[str]) -> None:
+        """Models that the server's file defines: the catalogue's policies do not replace them."""
+        self._own_policies = names
 
     async def run(self, store: Store, name: str) -> None:
         """Stand for election and lead, again and again, until cancelled. *name*: what standbys say of this server."""

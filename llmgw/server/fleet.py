@@ -108,8 +108,8 @@ class Fleet:
         if place is None:
             self._log.event("endpoint_added", endpoint=endpoint.name, url=endpoint.url)
             place = Place(self._named(endpoint), Health(self._clock()), EndpointSlot())
-        elif place.configured != endpoint:
-            place.endpoint = self._named(endpoint)  # what was learned is learned again by the next probe
+        else:
+            place.endpoint = self._named(_with_learned(endpoint, place.endpoint))
         place.configured = endpoint
         place.targets.clear()
         place.key = self._key(endpoint)
@@ -261,6 +261,19 @@ class Fleet:
     def serving(self) -> Iterable[Place]:
         """Those that may get requests."""
         return (p for p in self._order if p.health.serving)
+
+
+def _with_learned(told: Endpoint, known: Endpoint) -> Endpoint:
+    """*told* anew by its source, with what the probe has found out meanwhile: nobody waits for the next one."""
+    lengths = {m.name: m.max_model_len for m in known.models}
+    models = told.models or tuple(msgspec.structs.replace(m, aliases=()) for m in known.models)
+    return msgspec.structs.replace(
+        told,
+        engine=known.engine if told.engine == "auto" else told.engine,
+        models=tuple(
+            m if m.max_model_len else msgspec.structs.replace(m, max_model_len=lengths.get(m.name)) for m in models
+        ),
+    )
 
 
 def _known(endpoint: Endpoint, name: str) -> str:

@@ -15,7 +15,9 @@ import logging
 import resource
 import signal
 import socket
+import ssl
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,9 @@ from llmgw.net.client import Client
 from llmgw.net.doors import Door
 from llmgw.net.media import MediaClient
 from llmgw.net.relay import Relay
+from llmgw.net.tls import client_context, server_context
 from llmgw.net.world import Unix, World, parse_address
+from llmgw.routing.profiles import profiles
 from llmgw.routing.router import Router
 from llmgw.server.admin import Admin
 from llmgw.server.brain import Brain
@@ -40,6 +44,7 @@ from llmgw.server.fleet import Fleet
 from llmgw.server.kv_events import Subscriber
 from llmgw.server.pipeline import Pipelines
 from llmgw.server.probes import Prober
+from llmgw.server.reload import merge
 from llmgw.server.scrapes import Scraper
 
 RESERVE = 256  # descriptors that clients never get: log, admin port, store, probes, and what libraries open
@@ -55,7 +60,8 @@ class Gateway:
 
     def __init__(self, config: Server, world: World, log_target: logs.Target) -> None:
         """Raises ConfigError for key files that cannot be read."""
-        policies = dict(config.models)  # the catalogue's come and go in it
+        self._own_models = frozenset(config.models)
+        self._policies = policies = dict(config.models)  # the catalogue's come and go in it
         config = attrs.evolve(config, models=policies)
         self._config = config
         self._world = world
@@ -73,7 +79,9 @@ class Gateway:
         )
         _check_keys(config)
         self.brain = Brain(config, self.fleet, self.metrics, self.log, clock, created=world.wall())
-        self.client = Client(world)
+        self._certificates = _certificates(config, world)
+        self._engine_tls = _engine_tls(config, world)
+        self.client = Client(world, tls=self._engine_tls)
         self.media = MediaClient(world)
         self.pipelines: Pipelines | None = None
         if config.pipelines:
@@ -96,8 +104,10 @@ class Gateway:
                 gaps=lambda model: self.metrics.itl(model).observe,
                 bug=self._bug,
                 several=self.pipelines,
+                tls=self._certificate(index) if listener.tls else None,
+                engine_tls=lambda: self._engine_tls,
             )
-            for listener in config.listeners
+            for index, listener in enumerate(config.listeners)
         ]
         self.brain.movers = self.relays
         self.addresses: list[str] = []  # of the client port, as bound
@@ -110,6 +120,36 @@ class Gateway:
         """Of an endpoint, where `Endpoint.auth` says that it is. Raises OSError."""
         known = self.plane.key_of(reference)
         return _read_key(reference) if known is None else known
+
+    def _certificate(self, index: int) -> Callable[[], ssl.SSLContext]:
+        return lambda: self._certificates[index]
+
+    def reload(self, config: Server) -> None:
+        """Serve as *config* says from now on, as far as that is possible without a restart; see `llmgw.server.reload`.
+
+        Endpoints that stay keep health and ledger, streams go on. Raises ConfigError, and then nothing has changed.
+        """
+        config, waits = merge(self._config, config)
+        _check_keys(config)
+        certificates, engine_tls = _certificates(config, self._world), _engine_tls(config, self._world)
+        own_profiles = profiles(config.routing.profiles)
+        catalogued = {name: policy for name, policy in self._policies.items() if name not in self._own_models}
+        self._own_models = frozenset(config.models)
+        self._policies.clear()
+        self._policies.update(catalogued | config.models)
+        self.plane.control.own(self._own_models)
+        self._config = config = attrs.evolve(config, models=self._policies)
+        self._certificates, self._engine_tls = certificates, engine_tls
+        self.client.configure(engine_tls)
+        self.fleet.router.profiles = own_profiles
+        self.brain.configure(config)
+        if self.pipelines is not None:
+            self.pipelines.configure(config)
+        limits = attrs.evolve(config.limits, connections=_connections(config))
+        for relay, listener in zip(self.relays, config.listeners, strict=True):
+            relay.configure(limits, listener)
+        self.fleet.replace("static", tuple(e.endpoint() for e in config.endpoints))
+        self.log.event("reloaded", endpoints=len(config.endpoints), waiting=list(waits))
 
     def _gauges(self) -> None:
         self.metrics.clock = trio.current_time
@@ -261,6 +301,25 @@ def _check_keys(config: Server) -> None:
         raise ConfigError(problems)
 
 
+def _certificates(config: Server, world: World) -> dict[int, ssl.SSLContext]:
+    """By the listener's position. Raises ConfigError with what is wrong with any."""
+    found: dict[int, ssl.SSLContext] = {}
+    problems: list[Problem] = []
+    for index, one in enumerate(config.listeners):
+        if one.tls is not None:
+            try:
+                found[index] = server_context(Path(one.tls.cert), Path(one.tls.key), now=world.wall())
+            except ConfigError as error:
+                problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    return found
+
+
+def _engine_tls(config: Server, world: World) -> ssl.SSLContext:
+    return client_context(now=world.wall(), ca=Path(config.engine_ca) if config.engine_ca else None)
+
+
 def _connections(config: Server) -> int:
     """Client connections of one listener: a client may need an engine's connection as well."""
     if config.limits.connections is not None:
@@ -275,12 +334,24 @@ def _connections(config: Server) -> int:
     return max((soft - reserve) // 2 // len(config.listeners), 16)
 
 
+async def _reload(gateway: Gateway, reread: Callable[[], Server]) -> None:
+    """Keeps what is in force if the new configuration cannot be used."""
+    try:
+        gateway.reload(await trio.to_thread.run_sync(reread))
+    except ConfigError as error:
+        gateway.log.event("reload_refused", "error", problems=[str(p) for p in error.problems])
+
+
 async def serve(
-    config: Server, world: World, *, task_status: trio.TaskStatus[Gateway] = trio.TASK_STATUS_IGNORED
+    config: Server,
+    world: World,
+    *,
+    reread: Callable[[], Server] | None = None,
+    task_status: trio.TaskStatus[Gateway] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     """A whole process: as `Gateway.run`, with signals and the settings of the interpreter.
 
-    SIGTERM and SIGINT drain; a second one ends at once. Raises ConfigError.
+    SIGTERM and SIGINT drain; a second one ends at once. SIGHUP reloads what *reread* returns. Raises ConfigError.
     """
     target = logs.open_file(config.log.file) if config.log.file else logs.open_descriptor(1)
     try:
@@ -294,13 +365,16 @@ async def serve(
     root.setLevel(logging.INFO)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
-        with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
             async with trio.open_nursery() as nursery:
 
                 async def obey() -> None:
                     async for number in signals:
                         gateway.log.event("signal", signal=signal.Signals(number).name)
-                        if gateway.brain.draining:
+                        if number == signal.SIGHUP:
+                            if reread is not None:
+                                await _reload(gateway, reread)
+                        elif gateway.brain.draining:
                             gateway.close()
                         else:
                             gateway.drain()

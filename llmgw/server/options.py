@@ -43,6 +43,8 @@ _FLAGS = (
     click.option(
         "--admin", multiple=True, metavar="ADDRESS", help="Admin port: 127.0.0.1:9090 unless configured, unix:/path."
     ),
+    click.option("--tls-cert", metavar="FILE", help="Speak TLS on the client port: certificate, then intermediates."),
+    click.option("--tls-key", metavar="FILE", help="Its private key."),
     click.option("--log-file", metavar="FILE", help="Append the log here instead of writing to standard output."),
     click.option("--state", metavar="DIR", help="Be a control plane too, with identity and store in this folder."),
     click.option("--driver", type=click.Choice(["pump", "tasks"]), help="How bytes are moved; pump is faster."),
@@ -65,6 +67,8 @@ def configuration(
     log_file: str | None,
     driver: Driver | None,
     state: str | None,
+    tls_cert: str | None = None,
+    tls_key: str | None = None,
 ) -> Server:
     """What is in force. Raises ConfigError with all problems of file and flags."""
     from llmgw import config
@@ -85,7 +89,15 @@ def configuration(
     elif loaded:
         base = _both(loaded, files)
     return config.with_flags(
-        base, endpoints=endpoints, listen=listen, admin=admin, log_file=log_file, driver=driver, state=state
+        base,
+        endpoints=endpoints,
+        listen=listen,
+        admin=admin,
+        log_file=log_file,
+        driver=driver,
+        tls_cert=tls_cert,
+        tls_key=tls_key,
+        state=state,
     )
 
 

@@ -221,6 +221,10 @@ class Pipelines:
         assert self._nursery is not None, "Pipelines.run is not running"
         self._nursery.start_soon(self._run, job, body)
 
+    def configure(self, config: Server) -> None:
+        """Another configuration, with the same pipelines."""
+        self._config = config
+
     def owns(self, number: int) -> bool:
         """Whether *number* is a ticket or lease of ours."""
         return number in self._jobs

@@ -8,9 +8,14 @@ from __future__ import annotations
 
 import json
 import socket
+import ssl
 import struct
+import tempfile
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import cache
+from pathlib import Path
 from typing import Any, Literal
 
 import attrs
@@ -18,25 +23,75 @@ import trio
 
 from llmgw.config import ClientLimits, Listener
 from llmgw.net.relay import Relay
+from llmgw.net.tls import server_context
 from llmgw.net.world import RealWorld, Tcp, nodelay
 from llmgw.request import Brain, Limits, Mover, Target
 from tests.net.brains import RoundRobin
+from tests.pki.certs import make_certs
 from tests.seam.ends import MoverEnd, RemoteBrain
 from tests.seam.link import Link
 
-DriverName = Literal["pump", "tasks", "seam"]
-DRIVERS: tuple[DriverName, ...] = ("pump", "tasks", "seam")
-"""How a relay is run. `seam`: the pump, with its brain at the other end of a socketpair, as in another process."""
+DriverName = Literal["pump", "tasks", "pump-tls", "tasks-tls", "seam"]
+DRIVERS: tuple[DriverName, ...] = ("pump", "tasks", "seam", "pump-tls")
+"""How a relay is run. `-tls`: its clients speak TLS. `seam`: the pump, with its brain at the other end of a socketpair, as in
+another process."""
+
+
+class TlsSocket:
+    """A trio socket's calls that `Wire` uses, over TLS."""
+
+    def __init__(self, sock: trio.socket.SocketType, context: ssl.SSLContext) -> None:
+        self.raw = sock
+        self.stream = trio.SSLStream(
+            trio.SocketStream(sock), context, server_hostname="localhost", https_compatible=True
+        )
+
+    async def send(self, data: memoryview) -> int:
+        try:
+            await self.stream.send_all(data)
+        except trio.BrokenResourceError as error:
+            raise ConnectionResetError from error
+        return len(data)
+
+    async def recv(self, size: int) -> bytes:
+        try:
+            return bytes(await self.stream.receive_some(size))
+        except trio.BrokenResourceError as error:
+            raise ConnectionResetError from error
+
+    def shutdown(self, how: int) -> None:
+        self.raw.shutdown(how)
+
+    def setsockopt(self, *arguments: Any) -> None:
+        self.raw.setsockopt(*arguments)
+
+    def close(self) -> None:
+        self.raw.close()
+
+
+@cache
+def contexts() -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    """A server's, and that of a client who trusts it."""
+    with tempfile.TemporaryDirectory() as folder:
+        certs = make_certs(Path(folder), time.time())
+        pair = certs.server_files("localhost", "127.0.0.1")
+        return server_context(*pair, now=certs.now), certs.client_context()
 
 
 class Wire:
     """One end of a connection, for scripts: exact bytes, no HTTP library in between."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, tls: ssl.SSLContext | None = None) -> None:
         sock.setblocking(False)
         nodelay(sock)
-        self.sock = trio.socket.from_stdlib_socket(sock)
+        self.sock: Any = trio.socket.from_stdlib_socket(sock)
+        self.tls = tls
         self.buffer = b""
+
+    async def connect(self, address: tuple[str, int]) -> None:
+        await self.sock.connect(address)
+        if self.tls is not None:
+            self.sock = TlsSocket(self.sock, self.tls)
 
     async def send(self, data: bytes) -> None:
         view = memoryview(data)
@@ -49,7 +104,8 @@ class Wire:
             data, self.buffer = self.buffer, b""
             return data
         try:
-            return await self.sock.recv(65536)
+            found: bytes = await self.sock.recv(65536)
+            return found
         except OSError:
             return b""
 
@@ -256,13 +312,14 @@ class Rig:
     port: int
     bugs: list[BaseException]
     mover: Mover  # as the brain sees it: the relay, or the seam's end
+    tls: ssl.SSLContext | None = None
 
     async def dial(self) -> Wire:
         sock = socket.socket()
         sock.setblocking(False)
-        wire = Wire(sock)
+        wire = Wire(sock, self.tls)
         try:
-            await wire.sock.connect(("127.0.0.1", self.port))
+            await wire.connect(("127.0.0.1", self.port))
         except BaseException:
             wire.close()
             raise
@@ -320,7 +377,8 @@ async def rig(
             seen,
             limits=limits or ClientLimits(),
             listener=listener or Listener(),
-            driver="tasks" if driver == "tasks" else "pump",
+            driver="tasks" if driver.startswith("tasks") else "pump",
+            tls=(lambda: contexts()[0]) if driver.endswith("-tls") else None,
             bug=lambda _, error: bugs.append(error),
         )
         if driver == "seam":
@@ -328,6 +386,7 @@ async def rig(
             nursery.start_soon(end.run)
         sockets = await world.listen(Tcp("127.0.0.1", 0))
         made = Rig(relay, brain, engines, sockets[0].getsockname()[1], bugs, mover or relay)
+        made.tls = contexts()[1] if driver.endswith("-tls") else None
         await nursery.start(relay.run, sockets)
         yield made
         with trio.move_on_after(5):
