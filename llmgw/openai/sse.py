@@ -313,16 +313,25 @@ class JsonMeter:
         if found.group(1) is None or text[at - 1 : at] == b"\\":
             return found.end()
         start = found.end() - 1
+        end = text.find(b"}", start, at + HELD) + 1
+        if not end or text.find(b"{", start + 1, end) >= 0:  # not a flat object, as it mostly is: count the braces
+            end = self._closing(text, start, at + HELD)
+        if end:
+            try:
+                self.usage = _report(text[start:end]).merged(self.usage)
+            except (ValueError, RecursionError):
+                pass
+        return end or -1
+
+    @staticmethod
+    def _closing(text: bytes, start: int, stop: int) -> int:
+        """Behind the brace that closes the one at *start*; 0 if it has not come."""
         depth = 0
-        for bracket in _BRACE.finditer(text, start, at + HELD):
+        for bracket in _BRACE.finditer(text, start, stop):
             depth += 1 if bracket.group() == b"{" else -1
             if depth == 0:
-                try:
-                    self.usage = _report(text[start : bracket.end()]).merged(self.usage)
-                except (ValueError, RecursionError):
-                    pass
                 return bracket.end()
-        return -1
+        return 0
 
     def finish(self) -> None:
         """The body has ended. It is whole as far as its last byte can tell."""
