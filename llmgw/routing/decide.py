@@ -53,14 +53,16 @@ def decide(
     field = Field(query, _roster(endpoints), at, views, matched, now)
     columns: list[Sequence[float] | None] = []
     costs: Sequence[float] = ()
-    for scorer, weight in profile.scorers:
-        column = scorer.score(field)
-        if column is not None:
-            if weight != 1.0:
-                column = [weight * x for x in column]
-            costs = list(map(add, costs, column)) if costs else column
-        columns.append(column)
-    chosen = profile.picker.pick(costs or [0.0] * len(at), field, random)
+    chosen = 0
+    if len(at) > 1 or query.request.explain:  # else there is nothing to weigh
+        for scorer, weight in profile.scorers:
+            column = scorer.score(field)
+            if column is not None:
+                if weight != 1.0:
+                    column = [weight * x for x in column]
+                costs = list(map(add, costs, column)) if costs else column
+            columns.append(column)
+        chosen = profile.picker.pick(costs or [0.0] * len(at), field, random)
     view = views[chosen]
     prompt = query.request.prompt_tokens
     cached = field.hit(chosen) if matched else 0
@@ -75,7 +77,7 @@ def decide(
         endpoints=endpoints,
         candidates=at,
         chosen=chosen,
-        scorers=profile.scorer_names,
+        scorers=profile.scorer_names if columns else (),
         columns=tuple(columns),
         costs=costs,
         refused=refused,

@@ -287,6 +287,7 @@ class Brain:
             session=session,
             profile=profile,
             blocks=prompt,
+            explain=True,
         )
         return self._decide(request, self._policy(found, request), ())
 

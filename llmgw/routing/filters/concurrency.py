@@ -23,5 +23,7 @@ class Concurrency:
         if endpoints is not self._endpoints:
             self._endpoints = endpoints
             self._limits = [(i, e.max_concurrency) for i, e in enumerate(endpoints) if e.max_concurrency is not None]
+        if not self._limits:
+            return at
         full = {i for i, limit in self._limits if views[i].inflight >= limit}
         return [i for i in at if i not in full] if full else at
