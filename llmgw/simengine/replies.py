@@ -68,6 +68,7 @@ class Reply:
     """Chat completions, and what all dialects share."""
 
     prefix = "chatcmpl-"
+    chunk = "chat.completion.chunk"
 
     def __init__(
         self, ask: Ask, request_id: str, created: int, tokenizer: Tokenizer, fingerprint: str, details: bool
@@ -208,7 +209,7 @@ class Reply:
     def _chunk(self, choices: list[Body], **more: Any) -> bytes:
         payload: Body = {
             "id": self.id,
-            "object": "chat.completion.chunk",
+            "object": self.chunk,
             "created": self.created,
             "model": self.ask.model,
             "choices": choices,
@@ -280,6 +281,7 @@ class Reply:
 
 class Completions(Reply):
     prefix = "cmpl-"
+    chunk = "text_completion"
 
     def logprobs(self, tokens: Sequence[int]) -> Body | None:
         count = self.ask.logprobs
@@ -334,18 +336,6 @@ class Completions(Reply):
             "prompt_token_ids": list(choice.prompt) if self.ask.token_ids else None,
             "routed_experts": None,
         }
-
-    def _chunk(self, choices: list[Body], **more: Any) -> bytes:
-        payload: Body = {
-            "id": self.id,
-            "object": "text_completion",
-            "created": self.created,
-            "model": self.ask.model,
-            "choices": choices,
-        }
-        if self.ask.continuous and choices:
-            payload["usage"] = self.running_usage()
-        return event({**payload, **more})
 
     def opening(self, choice: Choice) -> bytes:
         if not self.ask.echo:
