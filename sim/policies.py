@@ -13,6 +13,7 @@ import attrs
 
 from llmgw.config import Server
 from llmgw.endpoint import Report, Snapshot
+from llmgw.errors import ConfigError, Problem
 from llmgw.logs import Log
 from llmgw.metrics import Metrics
 from llmgw.request import Failure, InferenceRequest, Lease, Outcome, Page, Refusal, Wait
@@ -135,7 +136,12 @@ class BrainPolicy:
 
 
 def run(scenario: Scenario, seed: int) -> Result:
-    """Rehearse *scenario* at the decisions level."""
+    """Rehearse *scenario* at the decisions level. Raises ConfigError for pipelines: their legs need the network."""
+    config = server_of(scenario)
+    if config.pipelines:
+        raise ConfigError(
+            [Problem("pipelines run at the http level only: leave out --level decisions", where="server.pipelines")]
+        )
     engines = [
         EngineSpec(name, attrs.evolve(group.options(seed), listen=(name,)), frozenset(group.fabrics))
         for name, group in scenario.groups()

@@ -72,6 +72,7 @@ def test_a_report_is_printed_and_written(level: str, tmp_path: Path) -> None:
     assert report["summary"]["served"] == len(report["requests"]) > 0
 
 
+@pytest.mark.full
 def test_plots_are_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "quick.yaml"
@@ -113,6 +114,13 @@ def test_a_scenario_that_cannot_be_used_gives_exit_code_2(text: str, message: st
 
     assert got.exit_code == 2
     assert message in got.output
+
+
+def test_pipelines_are_refused_at_the_decisions_level() -> None:
+    got = CliRunner().invoke(main, ["run", "pd", "--level", "decisions"])
+
+    assert got.exit_code == 2
+    assert "pipelines run at the http level only" in got.output
 
 
 def test_a_scenario_that_is_not_there_names_those_that_are() -> None:

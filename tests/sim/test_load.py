@@ -35,10 +35,13 @@ def test_bursts_keep_the_mean_rate() -> None:
 
 
 def test_sizes_have_their_mean() -> None:
-    turns = [next(s.turns) for s in Load(rate=100.0, duration=50.0, output_tokens=200, output_spread=1.0).sessions(1)]
+    turns = [
+        next(s.turns)
+        for s in Load(rate=100.0, duration=50.0, prompt_tokens=5, output_tokens=200, output_spread=1.0).sessions(1)
+    ]
 
     assert sum(turn.output for turn in turns) / len(turns) == pytest.approx(200, rel=0.1)
-    assert {len(turn.prompt) for turn in turns} == {500}
+    assert {len(turn.prompt) for turn in turns} == {5}
 
 
 def test_closed_loops_go_on_and_conversations_do_not() -> None:
