@@ -184,6 +184,7 @@ class Outcome(msgspec.Struct, kw_only=True):
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     completion_tokens: int | None = None
+    computed_tokens: int | None = None  # prompt tokens whose KV the answering engine computed itself, where it says so
     usage: UsageSource | None = None
     bytes_in: int = 0
     bytes_out: int = 0

@@ -1257,6 +1257,7 @@ class Exchange:
             outcome.prompt_tokens = usage.prompt
             outcome.cached_tokens = usage.cached
             outcome.completion_tokens = usage.completion
+            outcome.computed_tokens = usage.computed
             outcome.usage = "engine"
         elif self._sse and generates:
             outcome.completion_tokens = meter.tokens

@@ -18,10 +18,12 @@ class Usage(msgspec.Struct, frozen=True, gc=False):
     prompt: int | None = None
     cached: int | None = None
     completion: int | None = None
+    computed: int | None = None  # prompt tokens whose cache this engine made itself (vLLM's created_cache_tokens)
 
 
 class _Details(msgspec.Struct, gc=False):
     cached_tokens: Count | None = None
+    created_cache_tokens: Count | None = None
 
 
 class Reported(msgspec.Struct, gc=False):
@@ -40,9 +42,10 @@ class Reported(msgspec.Struct, gc=False):
         """This report over an earlier one: the last word wins, number by number (Anthropic's comes in two halves)."""
         prompt = self.prompt_tokens
         cached: int | None = None
+        computed: int | None = None
         details = self.prompt_tokens_details or self.input_tokens_details
         if details is not None:
-            cached = details.cached_tokens
+            cached, computed = details.cached_tokens, details.created_cache_tokens
         if prompt is None and self.input_tokens is not None:
             prompt = self.input_tokens + (self.cache_read_input_tokens or 0) + (self.cache_creation_input_tokens or 0)
         if cached is None:
@@ -51,11 +54,12 @@ class Reported(msgspec.Struct, gc=False):
         if prompt is None and completion is None:
             return before
         if before is None:
-            return Usage(prompt, cached, completion)
+            return Usage(prompt, cached, completion, computed)
         return Usage(
             before.prompt if prompt is None else prompt,
             before.cached if cached is None else cached,
             before.completion if completion is None else completion,
+            before.computed if computed is None else computed,
         )
 
 

@@ -265,7 +265,7 @@ class Pipelines:
             self._fleet.router.progress(job.last, tokens, now)
             if not job.first:
                 job.first = True
-                if "prefill" in job.endpoints and job.endpoints["prefill"] != job.endpoints.get("decode"):
+                if self._was_split(job):
                     self.handover.observe(now - job.granted)
                 self._changed(job, self._links[job.name].done(job.last, now))
         return job
@@ -280,6 +280,12 @@ class Pipelines:
         outcome.attempts = job.attempts
         outcome.endpoints = dict(job.endpoints)
         ctx = job.ctx
+        if self._was_split(job) and (outcome.computed_tokens or 0) * 2 > (outcome.prompt_tokens or 0):
+            # the decode engine should have fetched the blocks, and says how many it made itself
+            self._count("recompute", "engine")
+            self._log.event(
+                "recomputed", "warning", request_id=job.request.id, decode=job.endpoints["decode"], tokens=outcome.computed_tokens
+            )  # fmt: skip
         if ctx is not None:
             if ctx.cached_tokens is not None:
                 outcome.cached_tokens = ctx.cached_tokens
@@ -292,6 +298,10 @@ class Pipelines:
         if outcome.reason or outcome.status >= 500:
             job.scope.cancel("the request has ended")
         return job
+
+    def _was_split(self, job: Job) -> bool:
+        """Whether prefill and decode of it ran on two endpoints."""
+        return "prefill" in job.endpoints and job.endpoints["prefill"] != job.endpoints.get("decode")
 
     # -- the service -----------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from trio.testing import MockClock
 from llmgw.pipeline import explain
 from llmgw.simengine.server import Engine
 from tests.pipeline.cluster import CHAT, LONG, cluster
+from tests.server.raw import engine as raw
+from tests.server.raw import response
 from tests.simengine.client import metric
 
 NIXL = "kv_connector: kv-nixl\ndisaggregate: always\n"
@@ -274,3 +277,24 @@ async def test_a_link_that_fell_back_to_tcp_is_found_and_avoided(autojump_clock:
         late = [t["pair"]["decode"] for t in list(pipelines.traces.values())[-20:]]
         assert late.count("d2") >= 19
         found.quiet()
+
+
+@pytest.mark.parametrize(("created", "counted"), [(0, 0), (128, 1)])
+async def test_a_decode_that_computed_the_prompt_again_is_counted(created: int, counted: int) -> None:
+    usage = {
+        "prompt_tokens": 134, "completion_tokens": 6,
+        "prompt_tokens_details": {"cached_tokens": 0, "created_cache_tokens": created},
+    }  # fmt: skip
+    page = response(json.dumps({"choices": [], "usage": usage}).encode(), "200 OK", "content-type: application/json")
+    models = response(b'{"data":[{"id":"m"}]}', "200 OK", "content-type: application/json")
+    pages = {"/health": response(b""), "/v1/models": models, CHAT: page}
+    async with raw(dict(pages)) as decode:
+        places = [{"name": "d", "url": decode.url, "models": ["m"], "phases": ["decode"], "fabrics": ["a"]}]
+        async with cluster(NIXL, {"p": dict(P)}, places=places) as found:
+            got = await found.client().ask(CHAT, LONG)
+            assert got.status == 200
+            (line,) = found.logged()
+            assert line["prompt_tokens"] == 134
+            assert found.gateway.pipelines is not None
+            assert found.gateway.pipelines.counts.get(("recompute", "engine"), 0) == counted
+            found.quiet()
