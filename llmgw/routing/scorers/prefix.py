@@ -38,5 +38,6 @@ class Prefix:
             ]
         for at, tokens in hits:
             view = field.views[at]
-            found[at] -= (1.0 + self.shared * (view.inflight - view.queued)) * tokens * charged / rates[at]
+            delayed = self.shared * charged * (view.inflight - view.queued)
+            found[at] -= (1.0 + delayed) * tokens * charged / rates[at]
         return found
