@@ -200,7 +200,7 @@ def advance(
                 return _to(replica, "ready", now, progress_at=now), ()
             return _to(replica, "starting", now, "adopted", progress_at=now), ()
         case Answers() if state == "starting":
-            return _to(replica, "canary", now, "canary", progress_at=now, canaries=0), (AskCanary(),)
+            return _to(replica, "canary", now, "asked for one token", progress_at=now, canaries=0), (AskCanary(),)
         case CanaryPassed() if state == "canary":
             return _to(replica, "ready", now), ()
         case CanaryFailed() if state == "canary":

@@ -353,7 +353,8 @@ class Supervisor:
         lines = life.last_lines()
         told = msgspec.structs.replace(ended, ready=self.replica.state == "ready")
         verdict = self._engine.diagnose(told, lines)
-        message = f"{verdict.cause} ({told}): {verdict.remedy}"
+        how = "" if verdict.cause == str(told) else f" ({told})"
+        message = f"{verdict.cause}{how}: {verdict.remedy}"
         failure = failure_of(
             verdict.code, message, at=self._world.wall(), log=lines, code=ended.code, signal=ended.signal
         )

@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-READ = "read the engine's log, logs/REPLICA.log in the agent's state folder"
+READ = "read the engine's log (its last lines: `llmgw ctl logs REPLICA`; all of it: logs/ in the agent's state folder)"
 
 Retry = Literal["backoff", "gpu-free", "never"]
 """*gpu-free*: once more when the GPU's memory is seen free. *never*: not before an input (node, catalogue) changes."""
