@@ -219,7 +219,7 @@ TABLE: tuple[Reason, ...] = (
         BAD,
         None,
         "Content-Type or Content-Encoding is one that this gateway does not read.",
-        "Send application/json, not encoded.",
+        "Send application/json (or a form where the route takes one), plain or with gzip or zstd.",
     ),
     _r(
         "headers_too_large",

@@ -113,7 +113,7 @@ class Leg(msgspec.Struct, frozen=True, kw_only=True):
     """The leg of a pipeline that answers the client: what its mover needs beside the lease's target."""
 
     name: str  # suffix of its request id
-    body: tuple[bytes | memoryview, ...]  # in pieces: media of many megabytes are not copied into one
+    body: tuple[memoryview, ...]  # in pieces: media of many megabytes are not copied into one
     fails: frozenset[int] = frozenset((429, 503))  # statuses that are a `Failure` and not the client's answer
     client_headers: bool = (
         True  # the listener's allow-list of the client's headers goes with it; else all are the target's

@@ -37,6 +37,7 @@ from llmgw.net import http1, internal
 from llmgw.net.channel import SIZE, Channel
 from llmgw.net.secure import HANDSHAKE_SECONDS
 from llmgw.openai import errors, multipart, peek, routes
+from llmgw.openai.coding import CODINGS, coding_of, decoded
 from llmgw.openai.responses import IdFinder
 from llmgw.openai.rewrite import rewrite, rewrite_form
 from llmgw.openai.sse import JsonMeter, Meter
@@ -196,7 +197,7 @@ class Exchange:
 
     __slots__ = (
         "_advancing", "_answer_head", "_body", "_body_from", "_body_have", "_buffer", "_carry", "_chunked", "_client", "_close_after",
-        "_decoder", "_filter", "_gap", "_head", "_held", "_ids", "_inbuf", "_known", "_last", "_lease", "_left", "_meter", "_next_progress",
+        "_decoder", "_decoding", "_filter", "_gap", "_head", "_held", "_ids", "_inbuf", "_known", "_last", "_lease", "_left", "_meter", "_next_progress",
         "_open", "_opened", "_outcome", "_peek", "_peer", "_raw", "_reading", "_request_id", "_reused", "_route", "_scanned", "_sent_any",
         "_sse", "_state", "_ticket", "_unsent", "_upbuf", "_upstream", "_want_head", "deadline", "host", "job", "task",
         "timer",
@@ -233,6 +234,7 @@ class Exchange:
         self._chunked: http1.Chunked | None = None
         self._peek: peek.Peek | None = None
         self._reading: Generator[None, None, peek.Peek | Refusal] | None = None
+        self._decoding: Generator[None, None, bytes | Refusal] | None = None
         self._request_id = ""
         self._lease: Lease | None = None
         self._ticket = 0
@@ -407,9 +409,13 @@ class Exchange:
                 )
             )
             return True
-        if values.get(b"content-encoding", b"identity").lower() != b"identity":
+        if coding_of(values.get(b"content-encoding")) == "?":
             self._refuse(
-                Refusal(reason="unsupported_media", message="Content-Encoding is not supported: send the body as it is")
+                Refusal(
+                    reason="unsupported_media",
+                    message=f"Content-Encoding {head.text(b'content-encoding')!r} is not read here: send the body as it is,"
+                    f" or one of {', '.join(CODINGS)}",
+                )
             )
             return True
         return self._start_body(head)
@@ -505,6 +511,33 @@ class Exchange:
         self._outcome = Outcome(request_id=self._request_id, route="", status=0, accepted=now)
 
     def _ask(self, body: bytes | bytearray) -> None:
+        """Head and body are here; the body may be in need of decoding, which takes steps."""
+        head = self._head
+        assert head is not None
+        coding = head.values.get(b"content-encoding")
+        if coding is None or not body or not (name := coding_of(coding)):
+            self._understand(body)
+            return
+        self._state = WAITING
+        self.deadline = NEVER
+        self._decoding = decoded(body, name, self.host.limits.body)
+        self._decode_on()
+
+    def _decode_on(self) -> None:
+        if self._decoding is None:
+            return
+        try:
+            next(self._decoding)
+        except StopIteration as stop:
+            self._decoding = None
+            if isinstance(stop.value, Refusal):
+                self._refuse(stop.value)
+            else:
+                self._understand(stop.value)
+        else:
+            self.host.soon(self._decode_on)
+
+    def _understand(self, body: bytes | bytearray) -> None:
         """Head and body are here: what is asked for, and what does the brain say?"""
         head, route, host, outcome = self._head, self._route, self.host, self._outcome
         assert head is not None
@@ -1226,7 +1259,7 @@ class Exchange:
         if not self._open or outcome is None:
             return
         self._open = False
-        self._reading = None
+        self._reading = self._decoding = None
         if self._upstream is not None or self._state == DIALLING:
             outcome.aborted = self._drop_upstream()
         outcome.status = status

@@ -662,7 +662,9 @@ class Pipelines:
             limits=self._brain.limits(job.model),
             usage="ask" if ask else "count",
             attempt=job.attempts,
-            leg=Leg(name=call.leg, body=encode_parts(body), fails=fails, client_headers=not gateway),
+            leg=Leg(
+                name=call.leg, body=tuple(map(memoryview, encode_parts(body))), fails=fails, client_headers=not gateway
+            ),
         )
         self._jobs[lease.id] = job
         job.ids.append(lease.id)
