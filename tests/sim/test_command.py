@@ -127,7 +127,8 @@ def test_a_scenario_that_is_not_there_names_those_that_are() -> None:
     got = CliRunner().invoke(main, ["run", "nothing-like-it"])
 
     assert got.exit_code == 2
-    assert "built in: pd, smoke, tokens" in got.output
+    assert "built in: " in got.output
+    assert "smoke" in got.output
 
 
 def test_it_works_under_another_name(tmp_path: Path) -> None:
