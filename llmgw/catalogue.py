@@ -14,7 +14,7 @@ from typing import Any
 import attrs
 import msgspec
 
-from llmgw.config import Document, ModelPolicy, Server, converter, plain
+from llmgw.config import Document, ModelPolicy, Server, converter, plain, tables
 from llmgw.control.catalog import Catalogue, Change, ModelSpec, diff, problems
 from llmgw.endpoint import Model
 from llmgw.engines import ENGINES
@@ -132,3 +132,22 @@ def _fields(change: Change) -> Iterator[tuple[str, Any, Any]]:
             one, other = getattr(old, field.name), getattr(new, field.name)
             if one != other:
                 yield f"{path}.{field.name}", plain(one, type(one)), plain(other, type(other))
+
+
+# -- the page ----------------------------------------------------------------------------------------------------------
+
+
+def reference() -> str:
+    """The text of docs/catalogue.md."""
+    lines = [
+        "# The catalogue's file",
+        "",
+        "`llmgw ctl apply -f FILE` makes a YAML file the catalogue; `examples/cluster.yaml` shows it at work, [ctl.md](ctl.md) the",
+        "commands. Unknown keys, keys that occur twice and values of another type are refused, all problems at once, and so are names",
+        "that the server's own file uses. Made by `python -m llmgw.catalogue`.",
+    ]
+    return "\n".join([*lines, *tables(CatalogueFile, "##")]) + "\n"
+
+
+if __name__ == "__main__":
+    print(reference(), end="")  # noqa: T201

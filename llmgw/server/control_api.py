@@ -228,12 +228,18 @@ class ControlApi:
         """One round on what would be, with nothing written: what it would do, and every placement that it decides."""
         control = self._control
         clock = control.clock()
-        ready = Clock(now=clock.now, wall=clock.wall, started=float("-inf"))
+        ready = Clock(now=clock.now, wall=clock.wall, started=min(clock.started, clock.now - control.settings.settle))
         settings = msgspec.structs.replace(control.settings, placements=PLANNED)
-        heard = {n: s for n, s in control.seen.items() if n not in control.lost()}
         before = control.state.cluster
         result = step(
-            before, models, heard, ready, Random(0), settings, inflight=control.inflight(), template=control.template()
+            before,
+            models,
+            control.seen,
+            ready,
+            Random(0),  # only back-off draws, and its times are not shown
+            settings,
+            inflight=control.inflight(),
+            template=control.template(),
         )
         placed = [
             r

@@ -124,11 +124,11 @@ class Site:
         await trio.sleep(phase)
         confirmed = ""
         while True:
-            agent.tick(HEARTBEAT)
+            agent.tick(HEARTBEAT)  # engines take the same number of heartbeats, however long these are
             if agent.connected:
                 confirmed = self.sync(agent, confirmed)
             self.check_gpus(agent)
-            await trio.sleep(HEARTBEAT)
+            await trio.sleep(self.settings.heartbeat)
 
     def sync(self, agent: Agent, confirmed: str) -> str:
         body = agent.observed()
@@ -247,7 +247,7 @@ async def site(agents: Iterable[Agent], store: Store | None = None, **settings: 
     async with trio.open_nursery() as nursery:
         made = Site(nursery, store or MemoryStore(), {a.inventory.node: a for a in listed}, Settings(**settings))
         for i, agent in enumerate(listed):
-            nursery.start_soon(made.live, agent, HEARTBEAT * i / len(listed))
+            nursery.start_soon(made.live, agent, made.settings.heartbeat * i / len(listed))
         try:
             yield made
         finally:
