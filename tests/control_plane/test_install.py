@@ -134,7 +134,8 @@ class Machine:
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Iterator[Machine]:
-    made = Machine(tmp_path, *free_ports(3))
+    clients, admin, cluster = free_ports(3)
+    made = Machine(tmp_path, clients, admin, cluster)
     (tmp_path / "bin").mkdir()
     program = tmp_path / "bin" / "llmgw"
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -m llmgw "$@"\n')
