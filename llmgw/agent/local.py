@@ -51,16 +51,18 @@ def session_members(root: Root, leader: int) -> frozenset[int]:
 
 
 def marked(root: Root, start_id: str, folder: Path) -> frozenset[int]:
-    """Processes of a life, also those that left its session: they have its name in their environment, or work in its
-    folder (programs that set their title, as vLLM's do, overwrite what can be read of their environment)."""
+    """Processes of a life, also those that left its session: its name is in their environment. Programs that set their
+    title, as vLLM's do, overwrite what can be read of that; they are known by working in the life's folder. A shell
+    that somebody has there has an environment that can be read, without the name."""
     wanted, home = f"{START_VARIABLE}={start_id}".encode(), str(folder)
     found = set()
     for name in root.names("/proc"):
         if not name.isdigit() or not _stat(root, name):
             continue
         try:
-            ours = os.readlink(root.at(f"/proc/{name}/cwd")) == home
-            if ours or wanted in root.at(f"/proc/{name}/environ").read_bytes().split(b"\0"):
+            environment = root.at(f"/proc/{name}/environ").read_bytes().split(b"\0")
+            overwritten = not any(variable.startswith(b"PATH=") for variable in environment)
+            if wanted in environment or (overwritten and os.readlink(root.at(f"/proc/{name}/cwd")) == home):
                 found.add(int(name))
         except OSError:
             continue

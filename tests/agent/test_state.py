@@ -11,8 +11,10 @@ import msgspec
 import pytest
 import trio
 
+from llmgw.agent import local
 from llmgw.agent.account import KEPT, account
 from llmgw.agent.enginelog import LINE_LIMIT, EngineLog, Novelty, clean
+from llmgw.agent.files import Root
 from llmgw.agent.local import LocalHost
 from llmgw.agent.state import Record, State
 from llmgw.control.observed import Desired, Ports
@@ -149,6 +151,27 @@ async def test_engines_run_as_their_own_user() -> None:
         await life.wait()
     finally:
         shutil.rmtree(folder)
+
+
+async def test_a_shell_in_the_engines_folder_is_left_alone(tmp_path: Path) -> None:
+    host = LocalHost(opened(tmp_path))
+    record = msgspec.structs.replace(RECORD, pid=None, boot_id="x")
+    renamed = "exec env -i sleep 60"  # no environment that could be read, like a program that set its title
+    life = await host.start(record, Command(argv=("/bin/sh", "-c", f"({renamed}) & {renamed}"), env={}))
+    folder = host.state.folder("r")
+    shell = await trio.lowlevel.open_process(["sleep", "60"], cwd=folder, env={"PATH": "/usr/bin:/bin"})
+    try:
+        with trio.fail_after(5):
+            while len(local.marked(Root(), "s", folder)) < 2:  # noqa: ASYNC110
+                await trio.sleep(0.02)
+        await host.clear(life)
+        assert (await life.wait()).signal == 9
+        assert local.marked(Root(), "s", folder) == frozenset()
+        assert shell.poll() is None
+    finally:
+        shell.kill()
+        with trio.move_on_after(1, shield=True):
+            await shell.wait()
 
 
 def test_a_user_that_is_not_there() -> None:
