@@ -109,7 +109,6 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     body: Any  # decoded JSON
     endpoint: str = ""
     headers: tuple[tuple[bytes, bytes], ...] = ()
-    seconds: float = 0.0
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True):

@@ -97,11 +97,6 @@ class Pipeline:
     config: PipelineConfig
     steps: tuple[Step, ...]
 
-    @property
-    def phases(self) -> frozenset[str]:
-        """Which phases its steps send legs to."""
-        return frozenset(phase for step in self.steps for phase in getattr(step, "phases", ()))
-
 
 def build(config: PipelineConfig) -> Pipeline:
     """The steps of *config*. Raises ConfigError with every problem; `where` is its path inside the pipeline."""

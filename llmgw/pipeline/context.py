@@ -45,7 +45,6 @@ class Context:
     request_id: str
     path: str  # one of ROUTES
     body: Body  # the working body: as received, media replaced
-    headers: tuple[tuple[str, str], ...] = ()  # of the client, names lower-cased
     policy: FailurePolicy = attrs.Factory(FailurePolicy)
     rng: random.Random | None = None  # for rooms and transfer ids; None where no connector needs one
 
@@ -70,10 +69,6 @@ class Context:
         """The model asked for; "" where the client named none."""
         found = self.body.get("model")
         return found if isinstance(found, str) else ""
-
-    @property
-    def stream(self) -> bool:
-        return self.body.get("stream") is True
 
     @property
     def max_tokens(self) -> int | None:

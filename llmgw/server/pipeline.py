@@ -167,6 +167,8 @@ class Pipelines:
             name: Links({k: float(v) for k, v in p.config.link_speed.items()}) for name, p in self._pipelines.items()
         }
         self._jobs: dict[int, Job] = {}  # by ticket and by lease id
+        self._known: set[str] = set()  # ids of endpoints
+        fleet.listeners.append(self._renew)
         self._nursery: trio.Nursery | None = None
         self.gateway_alive = False
         self._releasing = trio.CapacityLimiter(RELEASES)
@@ -298,6 +300,14 @@ class Pipelines:
         if outcome.reason or outcome.status >= 500:
             job.scope.cancel("the request has ended")
         return job
+
+    def _renew(self) -> None:
+        """The set of endpoints has changed: links of those that are gone are forgotten."""
+        now = set(self._fleet.places)
+        for gone in self._known - now:
+            for links in self._links.values():
+                links.forget(gone)
+        self._known = now
 
     def _was_split(self, job: Job) -> bool:
         """Whether prefill and decode of it ran on two endpoints."""
@@ -563,7 +573,6 @@ class Pipelines:
         self, job: Job, call: Call, target: Target, body: dict[str, Any], place: Place | None
     ) -> Answer | Failed:
         endpoint = place.endpoint.id if place is not None else ""
-        begun = self._clock()
         headers = self._headers(job, call)
         payload = encode_parts(body) if call.method == "POST" else ()
         timeout = call.timeout or self._pipelines[job.name].config.leg_timeout
@@ -602,7 +611,6 @@ class Pipelines:
                 body=decoded,
                 endpoint=endpoint,
                 headers=tuple((k.encode(), v.encode("latin-1")) for k, v in answer.headers.items()),
-                seconds=self._clock() - begun,
             )
         if place is not None:
             place.slot.failures += 1

@@ -19,7 +19,6 @@ class ConditionalDecode:
 
     api: ClassVar[int] = 1
     name: ClassVar[str] = "conditional-decode"
-    phases: ClassVar[tuple[str, ...]] = ("decode",)
     use_openai_format: bool = params.key(
         params.boolean, "Accepted and without effect: this leg is written for the client's own path.", True
     )

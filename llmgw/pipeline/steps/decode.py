@@ -22,7 +22,6 @@ class Decode:
 
     api: ClassVar[int] = 1
     name: ClassVar[str] = "decode"
-    phases: ClassVar[tuple[str, ...]] = ("decode",)
     ends: ClassVar[bool] = True
     use_openai_format: bool = params.key(
         params.boolean, "Accepted and without effect: this leg is written for the client's own path.", True

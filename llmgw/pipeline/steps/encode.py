@@ -22,7 +22,6 @@ class Encode:
 
     api: ClassVar[int] = 1
     name: ClassVar[str] = "encode"
-    phases: ClassVar[tuple[str, ...]] = ("encode",)
     max_parallel: int = params.key(params.integer(1), "How many images of one request are encoded at once.", 8)
     use_openai_format: bool = params.key(
         params.boolean, "Legs as OpenAI bodies; false: as `/inference/v1/generate`, tokens in.", True

@@ -23,7 +23,6 @@ class Prefill:
 
     api: ClassVar[int] = 1
     name: ClassVar[str] = "prefill"
-    phases: ClassVar[tuple[str, ...]] = ("prefill",)
     use_openai_format: bool = params.key(
         params.boolean, "Legs as OpenAI bodies; false: as `/inference/v1/generate`, tokens in.", True
     )
