@@ -106,7 +106,7 @@ def choose(
 
     def one(name: Sequence[Literal["prefill", "decode"]], profile: object) -> Decision | Refusal:
         leg = msgspec.structs.replace(query, phases=tuple(name))
-        return decide(snapshot, leg, profile, matched, random, now)  # type: ignore[arg-type]
+        return decide(snapshot, leg, profile, matched, random, now, weigh=True)  # type: ignore[arg-type]
 
     decode = one(("decode",), DECODE)
     if isinstance(decode, Refusal):

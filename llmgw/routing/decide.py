@@ -24,8 +24,11 @@ def decide(
     matched: Mapping[str, int],
     random: Callable[[], float],
     now: float,
+    *,
+    weigh: bool = False,
 ) -> Decision | Refusal:
     """Who serves *query*. *matched*: cached prompt tokens by endpoint id (`affinity.Affinity.matched`). *random*: [0, 1).
+    *weigh*: the costs are wanted even of a single candidate, to compare them with another decision's.
 
     A refusal names the filter that left nobody.
     """
@@ -54,7 +57,7 @@ def decide(
     columns: list[Sequence[float] | None] = []
     costs: Sequence[float] = ()
     chosen = 0
-    if len(at) > 1 or query.request.explain:  # else there is nothing to weigh
+    if len(at) > 1 or weigh or query.request.explain:  # else there is nothing to weigh
         for scorer, weight in profile.scorers:
             column = scorer.score(field)
             if column is not None:
@@ -62,7 +65,8 @@ def decide(
                     column = [weight * x for x in column]
                 costs = list(map(add, costs, column)) if costs else column
             columns.append(column)
-        chosen = profile.picker.pick(costs or [0.0] * len(at), field, random)
+        costs = costs or [0.0] * len(at)
+        chosen = profile.picker.pick(costs, field, random)
     view = views[chosen]
     prompt = query.request.prompt_tokens
     cached = field.hit(chosen) if matched else 0
