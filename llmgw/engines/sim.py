@@ -5,7 +5,7 @@ from __future__ import annotations
 from llmgw.engines.base import KV_EVENTS, Command, Engine, Launch, MetricNames, Probe, base_env, flags, spread
 from llmgw.request import PHASES
 
-KEY_VARIABLE = "LLMGW_SIM_API_KEY"
+KEY_FILE = "api-key"
 
 
 class Sim(Engine):
@@ -24,7 +24,7 @@ class Sim(Engine):
     )
     milestones = ((r"listening on", "canary"),)
     owned_flags = flags(
-        "--listen --model --served-model-name --max-num-seqs --max-model-len --api-key --phases --role --kv-events"
+        "--listen --model --served-model-name --max-num-seqs --max-model-len --api-key-file --phases --role --kv-events"
     )
     abbreviates = False
 
@@ -35,8 +35,8 @@ class Sim(Engine):
         host = f"[{launch.host}]" if ":" in launch.host else launch.host
         argv = [
             *launch.program,
-            *("--listen", f"{host}:{launch.first_port}", "--model", launch.names[0]),
-            *(word for name in launch.names[1:] for word in ("--served-model-name", name)),
+            *("--listen", f"{host}:{launch.first_port}"),
+            *(word for name in launch.names for word in ("--model", name)),
             *spread("--max-num-seqs", launch.max_seqs),
             *spread("--max-model-len", launch.max_model_len),
         ]
@@ -44,5 +44,8 @@ class Sim(Engine):
             argv += ["--phases", ",".join(p for p in PHASES if p in launch.phases)]
         if launch.kv_events:
             argv += ["--kv-events", f"tcp://*:{launch.port(KV_EVENTS)}"]
-        env = base_env(launch) | ({KEY_VARIABLE: launch.key} if launch.key else {})
-        return Command(argv=(*argv, *launch.extra), env=env, secret=(KEY_VARIABLE,))
+        files = {}
+        if launch.key:
+            files[KEY_FILE] = launch.key + "\n"
+            argv += ["--api-key-file", f"{launch.folder}/{KEY_FILE}"]
+        return Command(argv=(*argv, *launch.extra), env=base_env(launch), files=files)

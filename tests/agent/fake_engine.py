@@ -32,7 +32,10 @@ if "--help" in sys.argv:
     sys.exit(0)
 arguments = dict(zip(sys.argv[2::2], sys.argv[3::2], strict=False))
 host, _, port = arguments["--listen"].rpartition(":")
-key = os.environ.get("LLMGW_SIM_API_KEY", "")
+key = ""
+if "--api-key-file" in arguments:
+    with open(arguments["--api-key-file"]) as file:
+        key = file.read().strip()
 counts = {"served": 0, "running": int(mode == "drains")}
 
 

@@ -9,6 +9,7 @@ import json
 import os
 from pathlib import Path
 
+import click
 import msgspec
 import pytest
 
@@ -17,6 +18,8 @@ from llmgw.engines.base import Engine, Launch
 from llmgw.engines.network import fabric_env
 from llmgw.errors import ConfigError
 from llmgw.request import Phase
+from llmgw.simengine.options import Options, from_flags
+from llmgw.simengine.options import flags as sim_flags
 
 GOLDEN = Path(__file__).parent / "golden"
 P, D = frozenset[Phase]({"prefill"}), frozenset[Phase]({"decode"})
@@ -223,3 +226,26 @@ def test_the_fabric_is_pinned_exactly() -> None:
     nvlink = fabric_env("nvlink", [], "eth0", "10.0.0.7")
     assert (nvlink["NCCL_MNNVL_ENABLE"], "NCCL_NET" in nvlink) == ("1", False)
     assert fabric_env("ethernet", [], "eth0", "10.0.0.7")["NCCL_NET"] == "Socket"
+
+
+def test_the_simulated_engine_understands_its_command(tmp_path: Path) -> None:
+    """By its own parser: a flag that it does not know, or a key that it does not take, shows here."""
+    launch = msgspec.structs.replace(
+        CASES["sim"][1], folder=str(tmp_path), phases=P, max_model_len=4096, kv_events=True
+    )
+    command = engine("sim").command(launch)
+    for name, text in command.files.items():
+        (tmp_path / name).write_text(text)
+    found: list[Options] = []
+
+    @click.command()
+    @sim_flags
+    def parse(**given: object) -> None:
+        found.append(from_flags(given))
+
+    parse.main(list(command.argv[len(launch.program) :]), standalone_mode=False)
+    (options,) = found
+    assert options.listen == ("10.0.0.7:20000",)
+    assert {options.model, *options.served_model_name} == {"llama", "llama-8b"}
+    assert (options.api_key, options.phases, options.max_model_len) == ("key-of-llama-1", ("prefill",), 4096)
+    assert options.kv_events == "tcp://*:20004"
