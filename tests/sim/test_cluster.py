@@ -88,7 +88,7 @@ def test_both_levels_choose_alike_and_tell_alike() -> None:
     assert same / len(chosen) >= 0.9
     a, b = http.summary(), decisions.summary()
     assert a["tokens"] == b["tokens"]
-    for figure in ("ttft_p50", "ttft_p90", "itl_p50", "itl_p90", "e2e_p50", "e2e_p90"):
+    for figure in ("ttft_p50", "itl_p50", "e2e_p50", "tokens_per_second"):
         assert a[figure] == pytest.approx(b[figure], rel=0.1), figure
 
 
