@@ -32,6 +32,7 @@ from heapq import heapify, heappop, heappush
 from math import exp, inf
 
 import attrs
+import msgspec
 
 from llmgw.admission.bands import Bands
 from llmgw.admission.flows import Flows
@@ -45,6 +46,12 @@ HOLD = 5.0
 
 PLAN = 1.0
 """Seconds between two looks at which engines a bounded band needs, and at what is overdue."""
+
+SHRINK = 10.0
+"""Seconds of less demand before a bounded band's engines become fewer: moving it costs more than keeping one."""
+
+UNTRIED = 256
+"""Requests that an engine is believed to take while it has not been seen full: vLLM's default on smaller GPUs."""
 
 AHEAD = 0.25
 """Seconds of prompts that an engine may have before it from all but the highest band: enough to keep it busy, little enough
@@ -65,40 +72,32 @@ class State(enum.Enum):
     ENDED = "ended"
 
 
-class Ticket:
+class Ticket(msgspec.Struct, eq=False):
     """One request at the gate. The caller reads it, and may hang something on `owner`."""
 
-    __slots__ = (
-        "allowed", "at", "clean", "decode", "entered", "flow", "granted", "id", "judged", "owner", "placed", "pool", "preempted",
-        "prefill", "prompt", "rank", "room", "size", "started", "state", "stream", "until", "waiting",
-    )  # fmt: skip
-
-    def __init__(
-        self, id_: int, pool: _Pool, rank: int, flow: str, prompt: int, decode: int, size: int, stream: bool, now: float
-    ) -> None:
-        self.id = id_
-        self.pool = pool
-        self.rank = rank
-        self.flow = flow
-        self.prompt = prompt
-        self.prefill = prompt  # less what the engine has cached
-        self.decode = decode
-        self.size = size
-        self.stream = stream
-        self.at = now
-        self.until = inf
-        self.state = State.GRANTED
-        self.waiting = False
-        self.allowed: frozenset[str] | None = None  # endpoint ids of the grant; None: any
-        self.granted = now
-        self.room: Room | None = None
-        self.placed = now
-        self.entered = 0  # lower-band admissions of the room when it came
-        self.clean = False  # no lower band was on its engine when it came
-        self.judged = -1  # epoch of the estimate that it tests: its engine is kept for its band, and was cleared
-        self.started = False
-        self.preempted = 0
-        self.owner: object = None
+    id: int
+    pool: _Pool
+    rank: int
+    flow: str
+    prompt: int
+    prefill: int  # the prompt, less what the engine has cached
+    decode: int
+    size: int
+    stream: bool
+    at: float
+    until: float = inf
+    state: State = State.GRANTED
+    waiting: bool = False
+    allowed: frozenset[str] | None = None  # endpoint ids of the grant; None: any
+    granted: float = 0.0
+    room: Room | None = None
+    placed: float = 0.0
+    entered: int = 0  # lower-band admissions of the room when it came
+    clean: bool = False  # no lower band was on its engine when it came
+    judged: int = -1  # epoch of the estimate that it tests: its engine is kept for its band, and was cleared
+    started: bool = False
+    preempted: int = 0
+    owner: object = None
 
     @property
     def cost(self) -> int:
@@ -180,7 +179,7 @@ class Room:
         self.unstarted: dict[Ticket, None] = {}  # no token yet, oldest first
         self.unstarted_tokens = 0
         self.full = True  # takes nobody
-        self.busy = False  # takes nobody but the highest band
+        self.busy = False  # has prompts enough before it: takes nobody but the highest band
         self.protected = NOBODY  # the bounded band that it is kept for
         self.allowance = 0.0  # what lower bands may slow that one by
         self.duration: float | None = None  # of a request of it, unloaded
@@ -237,6 +236,8 @@ class _Pool:
         "inflight",
         "lags",
         "name",
+        "need",
+        "need_at",
         "peak",
         "queued",
         "queues",
@@ -255,10 +256,12 @@ class _Pool:
         self.inflight = [0] * bands
         self.queued = 0
         self.shut = 0  # rooms that are full
-        self.slow = 0  # rooms that are busy or kept for a bounded band: only it passes them without a look
+        self.slow = 0  # rooms that are busy
         self.guard = NOBODY  # rank of the bounded band that has work
         self.peak = 0.0  # requests of it at once, lately
         self.seen = -inf  # when one last ended
+        self.need = 0  # rooms that it needs
+        self.need_at = -inf  # when it last needed so many
 
 
 class Gate:
@@ -277,6 +280,9 @@ class Gate:
         self._lines: list[tuple[float, int, Ticket]] = []  # heap of deadlines; some have ended otherwise
         self._dirty: dict[_Pool, None] = {}
         self._preempts: dict[Ticket, None] = {}
+        self._home = 0  # tickets of bounded bands that run, anywhere
+        self._kept = 0  # rooms that are kept for one
+        self._seen = -inf  # when one last ended
         self._plan_at = 0.0  # when `wake` looks again
 
     def _find_bounded(self) -> tuple[int, ...]:
@@ -317,6 +323,7 @@ class Gate:
         for room in (*self.rooms.values(), *rooms.values()):
             room.pools = []
         self._gone = [r for r in (*self._gone, *self.rooms.values()) if r.used and r.id not in rooms]
+        self._kept = sum(r.protected != NOBODY for r in rooms.values())
         self.rooms = rooms
         for name, found in pools.items():
             self._pool(name).rooms = found
@@ -346,6 +353,7 @@ class Gate:
         for room in rooms:
             room.counts = [0] * count
             room.protected = NOBODY
+        self._home = self._kept = 0
         for pool in self._pools.values():
             waiting = sorted((t for q in pool.queues for t in q), key=lambda t: t.id)
             fresh = _Pool(pool.name, count)
@@ -362,6 +370,7 @@ class Gate:
             for ticket in room.running:
                 ticket.rank = moves[ticket.rank]
                 room.counts[ticket.rank] += 1
+                self._home += ticket.rank in self._bounded
                 ticket.pool.inflight[ticket.rank] += 1
             self._judge(room)
 
@@ -391,34 +400,42 @@ class Gate:
         """
         place = self._pools.get(pool) or self._pool(pool)
         self._ids += 1
-        ticket = Ticket(self._ids, place, rank, flow, prompt, decode, size, stream, now)
-        if not place.queued and (not place.shut or not place.rooms):
-            inflight = place.inflight
-            if not rank:
-                alone = len(inflight) == 1 or not any(inflight[1:])
-                if alone and place.guard == NOBODY:
+        ticket = Ticket(self._ids, place, rank, flow, prompt, prompt, decode, size, stream, now, granted=now)
+        if not place.queued:
+            if place.guard == NOBODY and not place.shut:
+                if not rank:
+                    if not any(place.inflight[1:]):
+                        return ticket
+                elif not place.slow and not self._home and not self._kept and now - self._seen > HOLD:
                     return ticket
-            elif not place.slow and place.guard == NOBODY and now - place.seen > HOLD:
+            if not place.rooms:
+                return ticket  # nothing to wait for: routing says why
+            self._replan(place, rank, now)
+            ticket.allowed = self._open(ticket, now, owed=False)
+            if ticket.allowed or not any(r.serving for r in place.rooms):
                 return ticket
-        elif place.shut and place.shut == len(place.rooms) and not any(r.serving for r in place.rooms):
-            return ticket  # nothing to wait for: routing says why
+        elif place.shut == len(place.rooms) and not any(r.serving for r in place.rooms):
+            return ticket
         refusal = self._too_much(ticket, now)
         if refusal is not None:
             ticket.state = State.ENDED
             return refusal
-        if not self._queued[rank] or not place.queues[rank].count:
+        if not place.queues[rank].count:
             place.drains[rank].resume(now)
         ticket.until = now + self.bands.order[rank].deadline
+        planned = place.queued == 0
         self._enqueue(ticket, front=False)
-        if rank in self._bounded:
-            stale = place.guard > rank or place.peak < place.inflight[rank] + place.queues[rank].count
-        else:
-            stale = place.guard == NOBODY and (
-                now - place.seen <= HOLD or any(place.inflight[r] for r in self._bounded)
-            )
-        if stale:
-            self._plan(place, now)
+        if not planned:
+            self._replan(place, rank, now)
         return ticket
+
+    def _replan(self, pool: _Pool, rank: int, now: float) -> None:
+        """A request of band *rank* has come: does it change what rooms are kept for whom?"""
+        if rank in self._bounded:
+            if pool.guard > rank or pool.peak < pool.inflight[rank] + pool.queues[rank].count + (not pool.queued):
+                self._plan(pool, now, coming=-1 if pool.queued else rank)
+        elif pool.guard == NOBODY and (self._home or now - self._seen <= HOLD):
+            self._plan(pool, now, coming=-1 if pool.queued else rank)
 
     def _too_much(self, ticket: Ticket, now: float) -> Refusal | None:
         rank, pool = ticket.rank, ticket.pool
@@ -486,26 +503,30 @@ class Gate:
         if room is None:  # it went between decision and now: counted where nobody looks
             room = Room(endpoint, len(self.bands.order))
             self._gone.append(room)
-        rank, pool = ticket.rank, ticket.pool
+        rank = ticket.rank
         ticket.state = State.RUNNING
         ticket.room = room
         ticket.placed = now
         ticket.started = False
         if prefill is not None:
             ticket.prefill = prefill
-        pool.inflight[rank] += 1
-        if rank:
+        ticket.pool.inflight[rank] += 1
+        counts = room.counts
+        if rank and (self._home or self._kept):
             guard = self._guard_of(room)
             if guard < rank:
                 duration = room.duration or 0.0
                 pause = room.estimate.pause(room.allowance, duration, *self._burden(room, ticket))
                 room.pace_at = max(room.pace_at, now) + (pause if pause < inf else duration)
+        if rank in self._bounded:
+            self._home += 1
+            below = sum(counts[rank + 1 :])
+            ticket.clean = not below
+            ticket.entered = room.low_entries
+            cleared = room.protected == rank and below <= room.estimate.most(room.allowance)
+            ticket.judged = room.estimate.epoch if cleared else -1
+        if rank:
             room.low_entries += 1
-        counts = room.counts
-        ticket.clean = not any(counts[rank + 1 :])
-        cleared = room.protected == rank and room.below(rank) <= room.estimate.most(room.allowance)
-        ticket.judged = room.estimate.epoch if cleared else -1
-        ticket.entered = room.low_entries
         room.used += 1
         room.tokens += ticket.prompt + ticket.decode
         counts[rank] += 1
@@ -513,14 +534,12 @@ class Gate:
         room.unstarted[ticket] = None
         room.unstarted_tokens += ticket.prefill
         limit = room.limit
-        if not room.full and (room.used >= limit.seqs or (limit.tokens and room.tokens >= limit.tokens)):
-            room.full = True
-            for each in room.pools:
-                each.shut += 1
-        if not room.busy:
-            guarded = counts[rank] == 1 and rank in self._bounded
-            if guarded or room.unstarted_tokens > AHEAD * room.rate:
-                self._judge(room)
+        if (
+            (room.used >= limit.seqs and not room.full)
+            or (limit.tokens is not None and room.tokens >= limit.tokens)
+            or room.unstarted_tokens > AHEAD * room.rate
+        ):
+            self._judge(room)
 
     def first(self, ticket: Ticket, now: float) -> None:
         """The first token of *ticket*'s attempt has come."""
@@ -544,7 +563,7 @@ class Gate:
         assert room is not None
         rank, pool = ticket.rank, ticket.pool
         if rank in self._bounded:
-            pool.seen = now
+            pool.seen = self._seen = now
             if first is not None and last is not None and tokens > 1:
                 self._measure(ticket, room, first, last, tokens)
         self._vacate(ticket, room)
@@ -554,8 +573,9 @@ class Gate:
     def _vacate(self, ticket: Ticket, room: Room) -> None:
         rank = ticket.rank
         ticket.pool.inflight[rank] -= 1
-        counts = room.counts
-        counts[rank] -= 1
+        room.counts[rank] -= 1
+        if rank in self._bounded:
+            self._home -= 1
         room.used -= 1
         room.tokens -= ticket.prompt + ticket.decode
         del room.running[ticket]
@@ -709,10 +729,7 @@ class Gate:
             if room.full or room is ticket.room:
                 continue
             guard = self._guard_of(room)
-            if guard < rank:
-                suits = self._shares(room, guard, ticket, now)
-            else:
-                suits = not rank or room.unstarted_tokens <= AHEAD * room.rate
+            suits = self._shares(room, guard, ticket, now) if guard < rank else not (rank and room.busy)
             if not suits:
                 if owed:
                     rest.append(room.id)
@@ -724,7 +741,7 @@ class Gate:
 
     def _shares(self, room: Room, guard: int, ticket: Ticket, now: float) -> bool:
         """Whether a lower-band *ticket* may join *room*, where band *guard* is at home."""
-        if now < room.pace_at or room.duration is None or room.unstarted_tokens > AHEAD * room.rate:
+        if now < room.pace_at or room.duration is None or room.busy:
             return False
         estimate, allowance = room.estimate, room.allowance
         if room.below(guard) >= estimate.most(allowance):
@@ -748,7 +765,7 @@ class Gate:
         """Whether it takes anybody."""
         limit = room.limit
         full = not room.serving or room.used >= limit.seqs or bool(limit.tokens and room.tokens >= limit.tokens)
-        busy = room.unstarted_tokens > AHEAD * room.rate or self._guard_of(room) != NOBODY
+        busy = room.unstarted_tokens > AHEAD * room.rate
         if full != room.full:
             room.full = full
             for pool in room.pools:
@@ -788,15 +805,16 @@ class Gate:
         if ticket.judged == estimate.epoch and alone > 0:
             estimate.measured((last - ticket.placed) / alone, room.allowance)
 
-    def _plan(self, pool: _Pool, now: float) -> None:
-        """Which rooms are kept for the bounded band that has work, and what others may do there."""
+    def _plan(self, pool: _Pool, now: float, coming: int = -1) -> None:
+        """Which rooms are kept for the bounded band that has work, and what others may do there. *coming*: the band of a
+        request that is neither queued nor running yet."""
         before, guard = pool.guard, NOBODY
         for rank in self._bounded:
-            if pool.inflight[rank] or pool.queues[rank].count or now - pool.seen < HOLD:
+            if pool.inflight[rank] or pool.queues[rank].count or rank == coming or now - pool.seen <= HOLD:
                 guard = rank
                 break
         lower = guard != NOBODY and any(
-            pool.inflight[r] or pool.queues[r].count for r in range(guard + 1, len(pool.inflight))
+            pool.inflight[r] or pool.queues[r].count or r == coming for r in range(guard + 1, len(pool.inflight))
         )
         if not lower:
             guard = NOBODY
@@ -804,20 +822,24 @@ class Gate:
         rooms = [r for r in pool.rooms if r.serving]
         if guard == NOBODY or not rooms:
             for room in pool.rooms:
-                if room.protected == before:
+                if room.protected == before != NOBODY:
                     room.protected = NOBODY
-                    self._judge(room)
+                    self._kept -= 1
             return
-        demand = float(pool.inflight[guard] + pool.queues[guard].count)
+        demand = float(pool.inflight[guard] + pool.queues[guard].count + (coming == guard))
         pool.peak = max(demand, pool.peak * 0.9)
         bound = self._bound(guard, rooms)
-        need = engines_needed(pool.peak, [r.limit.seqs for r in rooms], bound)
+        need = engines_needed(pool.peak, [r.limit.seqs if r.limit.known else UNTRIED for r in rooms], bound)
+        if need >= pool.need or now - pool.need_at > SHRINK:
+            pool.need, pool.need_at = need, now
+        need = min(pool.need, len(rooms))
         allowance = bound / crowding(pool.peak, need, len(rooms)) - 1
         rooms.sort(key=lambda r: (r.protected != guard, r.below(guard), -r.counts[guard], r.id))
         for at, room in enumerate(rooms):
-            room.protected = guard if at < need else NOBODY if room.protected == guard else room.protected
+            was = room.protected
+            room.protected = guard if at < need else NOBODY if was == guard else was
+            self._kept += (room.protected != NOBODY) - (was != NOBODY)
             room.allowance = max(allowance, 0.01)
-            self._judge(room)
             if at < need:
                 self._make_way(room, guard)
         if pool.queued:
@@ -887,7 +909,7 @@ class Gate:
                 "endpoint": room.name,
                 "running": dict(zip((b.name for b in self.bands.order), room.counts, strict=True)),
                 "limit": room.limit.seqs,
-                "limit_known": room.limit.known or room.limit.seqs == room.limit.cap,
+                "limit_known": room.limit.known,
                 "tokens": room.tokens,
                 "token_limit": room.limit.tokens,
                 "kept_for": None if room.protected == NOBODY else self.bands.order[room.protected].name,
@@ -927,7 +949,7 @@ class Gate:
                 return f"kept for {name}: the next lower request in {room.pace_at - now:.2f} s"
             if not self._shares(room, guard, ticket, now):
                 return f"kept for {name}: {room.below(guard)} lower requests are there"
-        if ticket.rank and room.unstarted_tokens > AHEAD * room.rate:
+        if ticket.rank and room.busy:
             return f"busy with prompts: {room.unstarted_tokens} tokens"
         return "open: others are before it"
 

@@ -48,8 +48,8 @@ class Limit:
 
     @property
     def known(self) -> bool:
-        """Whether the engine has been seen full."""
-        return self._found is not None
+        """Whether the limit is a fact: configured, or the engine has been seen full."""
+        return self._found is not None or self.seqs == self.cap
 
     def configure(self, cap: int | None, tokens: int | None) -> None:
         """What is configured or told of it has changed."""

@@ -76,7 +76,7 @@ class Driver:
             return ticket
         self.tickets.append(ticket)
         if ticket.state is State.GRANTED:
-            self.place(ticket, None)
+            self.place(ticket, ticket.allowed)
         self.pump()
         return ticket
 
@@ -90,7 +90,7 @@ class Driver:
         self.granted.append(ticket)
         healthy = [n for n, e in self.engines.items() if e.health and e.model == ticket.pool.name]
         names: Sequence[str] = sorted(allowed) if allowed is not None else healthy
-        if not names:
+        if not names:  # routing would refuse
             self.gate.cancel(ticket)
             self.ended[ticket.id] += 1
             return

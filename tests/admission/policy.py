@@ -99,7 +99,7 @@ class Gated(Routed):
         ticket.owner = request
         self.tickets[request.id] = ticket
         if ticket.state is State.GRANTED:
-            return self.go(ticket, None, now)
+            return self.go(ticket, ticket.allowed, now)
         mine: str | Refusal | None = None
         for name, answer in self.effects(now):
             if name == request.id:

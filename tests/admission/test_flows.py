@@ -14,9 +14,7 @@ POOL = _Pool("m", 1)
 
 
 def ticket(number: int, flow: str, tokens: int) -> Ticket:
-    made = Ticket(number, POOL, 0, flow, tokens, 0, 0, False, 0.0)
-    made.waiting = True
-    return made
+    return Ticket(number, POOL, 0, flow, tokens, tokens, 0, 0, False, 0.0, waiting=True)
 
 
 def served(flows: Flows) -> Ticket | None:
