@@ -27,6 +27,9 @@ import cattrs
 import yaml
 from cattrs.gen import make_dict_structure_fn, override
 
+from llmgw.admission.bands import DEFAULTS as DEFAULT_BANDS
+from llmgw.admission.bands import Band
+from llmgw.admission.bands import problems as band_problems
 from llmgw.endpoint import Endpoint, Model
 from llmgw.engines.base import MetricNames
 from llmgw.errors import ConfigError, Problem
@@ -188,6 +191,7 @@ class Listener:
         "Legs of pipelines are served here: `EPP-Profile` chooses the phase, transfer fields pass. Loopback or unix only.",
         False,
     )
+    bands: tuple[str, ...] = key("Bands that its clients may claim in `x-llmgw-band`. Empty: all of them.", ())
     forward_headers: HeaderNames = key(
         "Request headers that reach engines besides content-type, accept, accept-language, user-agent, traceparent, tracestate, anthropic-version, anthropic-beta.",
         (),
@@ -439,6 +443,10 @@ class Server:
     timeouts: Timeouts = key("Time limits of a request.", attrs.Factory(Timeouts))
     probe: Probe = key("Health of engines.", attrs.Factory(Probe))
     routing: Routing = key("How endpoints are chosen.", attrs.Factory(Routing))
+    bands: tuple[Band, ...] = key(
+        "Priority classes, the highest first; docs/admission.md explains them. Given: instead of the three built in.",
+        DEFAULT_BANDS,
+    )
     log: Log = key("The log.", attrs.Factory(Log))
     driver: Driver = key("How bytes are moved: `pump` (Linux, fast) or `tasks` (anywhere).", "pump")
     endpoints: tuple[EndpointConfig, ...] = key("Engines that run already.", ())
@@ -777,6 +785,18 @@ def _pipelines(server: Server, document: Document) -> Iterator[Problem]:
             yield document.problem(place, f"there is no pipeline {name!r}; defined: {known}")
 
 
+def _bands(server: Server, document: Document) -> Iterator[Problem]:
+    """What bands that are sound one by one get wrong together."""
+    for where, message in band_problems(server.bands):
+        yield document.problem(undotted("bands" + where), message)
+    known = [band.name for band in server.bands]
+    for i, listener in enumerate(server.listeners):
+        for j, name in enumerate(listener.bands):
+            if name not in known:
+                message = f"there is no band {name!r}; there are: {', '.join(known)}"
+                yield document.problem(("listeners", i, "bands", j), message)
+
+
 def undotted(text: str) -> Path_:
     """The path that `dotted` wrote."""
     return tuple(int(part[1:-1]) if part.startswith("[") else part for part in text.replace("[", ".[").split("."))
@@ -861,6 +881,7 @@ def parse(
     problems = [*problems, *_twice(document)]
     if server is not None:
         problems += _pipelines(server, document)
+        problems += _bands(server, document)
         problems += _unroutable(document, server)
         problems += _unstorable(document, server)
         problems += _impatient(document, server.cluster)

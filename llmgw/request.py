@@ -52,6 +52,7 @@ class InferenceRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     prompt_tokens: int = 0  # estimate (bytes / 4) unless `blocks` or token ids say better
     body_bytes: int = 0
     band: str = ""  # x-llmgw-band; "" = the default
+    bands: tuple[str, ...] = ()  # that its listener lets clients claim; empty = all
     profile: str = ""  # x-llmgw-profile; "" = the model's
     session: str = ""  # x-session-id
     blocks: tuple[int, ...] = ()  # chained hashes of the prompt's blocks, oldest first (llmgw.kvcache)
@@ -248,10 +249,6 @@ class Mover(Protocol):
     def abandon(self, lease: int, refusal: Refusal) -> None:
         """End what runs under *lease* with this answer (hung engine, preemption). Unknown leases have ended already."""
         ...
-
-
-class LegMover(Mover, Protocol):
-    """A mover that also serves the last leg of pipelines."""
 
     def recall(self, lease: int, failure: Failure) -> bool:
         """The attempt of *lease* is of no use any more. Unless a byte has gone to the client, it ends as if its engine had

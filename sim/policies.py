@@ -122,6 +122,7 @@ class BrainPolicy:
 
     def release(self, now: float) -> Iterable[tuple[str, str | Refusal]]:
         self.now = now
+        self.brain.admission.tick()
         granted, self._granted = self._granted, []
         return granted
 
@@ -133,6 +134,10 @@ class BrainPolicy:
 
     def abandon(self, lease: int, refusal: Refusal) -> None:
         """The brain gives up on an engine: nothing to do here, where an engine that is dead has no connections."""
+
+    def recall(self, lease: int, failure: Failure) -> bool:
+        """Nothing can be taken back from an engine here."""
+        return False
 
 
 def run(scenario: Scenario, seed: int) -> Result:

@@ -60,9 +60,6 @@ class Band:
         " `requeue` also those that nothing of reached the client. They wait again, at the head.",
         "never",
     )
-    priority: int | None = _key(
-        "Passed on as `priority` to engines that schedule by it (vLLM: lower first, SGLang: higher first).", None
-    )
 
 
 DEFAULTS: tuple[Band, ...] = (

@@ -97,6 +97,7 @@ class Ticket(msgspec.Struct, eq=False):
     judged: int = -1  # epoch of the estimate that it tests: its engine is kept for its band, and was cleared
     started: bool = False
     preempted: int = 0
+    bound: bool = False  # it can go to one engine only
     owner: object = None
 
     @property
@@ -278,6 +279,7 @@ class Gate:
         self._queued = [0] * len(self.bands.order)
         self._bytes = [0] * len(self.bands.order)
         self._lines: list[tuple[float, int, Ticket]] = []  # heap of deadlines; some have ended otherwise
+        self._dues: list[tuple[float, int, Ticket]] = []  # heap: first tokens that nobody will see
         self._dirty: dict[_Pool, None] = {}
         self._preempts: dict[Ticket, None] = {}
         self._home = 0  # tickets of bounded bands that run, anywhere
@@ -393,14 +395,19 @@ class Gate:
         *,
         size: int = 0,
         stream: bool = False,
+        bound: bool = False,
     ) -> Ticket | Refusal:
-        """A request for model *pool*: *prompt* tokens, *decode* expected, *size* bytes of body.
+        """A request for model *pool*: *prompt* tokens, *decode* expected, *size* bytes of body. *bound*: it can go to one
+        engine only, or is a leg of one that runs already: it is counted, and never waits.
 
         The ticket is GRANTED (answer with `place` or `cancel`), or QUEUED: take effects, one may grant it at once.
         """
         place = self._pools.get(pool) or self._pool(pool)
         self._ids += 1
         ticket = Ticket(self._ids, place, rank, flow, prompt, prompt, decode, size, stream, now, granted=now)
+        if bound:
+            ticket.bound = True
+            return ticket
         if not place.queued:
             if place.guard == NOBODY and not place.shut:
                 if not rank:
@@ -411,7 +418,7 @@ class Gate:
             if not place.rooms:
                 return ticket  # nothing to wait for: routing says why
             self._replan(place, rank, now)
-            ticket.allowed = self._open(ticket, now, owed=False)
+            ticket.allowed = self._open(ticket, now, owed=False) or None
             if ticket.allowed or not any(r.serving for r in place.rooms):
                 return ticket
         elif place.shut == len(place.rooms) and not any(r.serving for r in place.rooms):
@@ -492,8 +499,11 @@ class Gate:
         if not queue.count:
             pool.lags[rank] = 0.0
 
-    def place(self, ticket: Ticket, endpoint: str, now: float, *, prefill: int | None = None) -> None:
-        """*ticket* goes to *endpoint*: a permit is taken there. *prefill*: prompt tokens that it has not cached.
+    def place(
+        self, ticket: Ticket, endpoint: str, now: float, *, prefill: int | None = None, due: float | None = None
+    ) -> None:
+        """*ticket* goes to *endpoint*: a permit is taken there. *prefill*: prompt tokens that it has not cached. *due*:
+        when its first token is expected, for one that shows no token before its end.
 
         Another attempt of a RUNNING ticket moves its permit.
         """
@@ -533,6 +543,8 @@ class Gate:
         room.running[ticket] = None
         room.unstarted[ticket] = None
         room.unstarted_tokens += ticket.prefill
+        if due is not None:
+            heappush(self._dues, (due, ticket.id, ticket))
         limit = room.limit
         if (
             (room.used >= limit.seqs and not room.full)
@@ -546,9 +558,13 @@ class Gate:
         room = ticket.room
         if room is None or ticket.started:
             return
-        ticket.started = True
         if not late(now - ticket.placed, room.unstarted_tokens, room.rate):
             room.limit.in_time(room.used, now)
+        self._start(ticket, room)
+
+    def _start(self, ticket: Ticket, room: Room) -> None:
+        """Its prompt is computed."""
+        ticket.started = True
         del room.unstarted[ticket]
         room.unstarted_tokens -= ticket.prefill
         if room.full or room.busy:
@@ -566,6 +582,8 @@ class Gate:
             pool.seen = self._seen = now
             if first is not None and last is not None and tokens > 1:
                 self._measure(ticket, room, first, last, tokens)
+        if not ticket.stream and room.report_at == -inf and room.limit.seqs < UNTRIED:
+            room.limit.in_time(room.used, now)  # neither tokens nor reports tell more
         self._vacate(ticket, room)
         ticket.room = None
         ticket.state = State.ENDED
@@ -614,10 +632,9 @@ class Gate:
             ticket.pool.drains[ticket.rank].resume(now)
         self._enqueue(ticket, front=True)
 
-    def again(self, ticket: Ticket) -> frozenset[str] | None:
-        """Where another attempt of a RUNNING *ticket* may go besides where it is; None: anywhere. Its permit stays until
-        `place`."""
-        return self._open(ticket, inf, owed=True) or frozenset()
+    def again(self, ticket: Ticket) -> frozenset[str]:
+        """Where another attempt of a RUNNING *ticket* may go besides where it is. Its permit stays until `place`."""
+        return self._open(ticket, inf, owed=True)
 
     def wake(self, now: float) -> None:
         """Time has passed: deadlines, pauses, plans."""
@@ -644,6 +661,8 @@ class Gate:
             if pool.guard != NOBODY or pool.queued:
                 soonest = min(soonest, self._plan_at)
             if pool.queued:
+                if self._dues:
+                    soonest = min(soonest, self._dues[0][0])
                 for room in pool.rooms:
                     if not room.full and room.pace_at > now:
                         soonest = min(soonest, room.pace_at)
@@ -653,6 +672,11 @@ class Gate:
 
     def next(self, now: float) -> Effect | None:
         """What follows from all that was told; None: nothing more."""
+        dues = self._dues
+        while dues and dues[0][0] <= now:
+            due, _, silent = heappop(dues)
+            if silent.room is not None and not silent.started and silent.placed <= due:
+                self._start(silent, silent.room)
         lines = self._lines
         while lines and (lines[0][0] <= now or not lines[0][2].waiting):
             ticket = heappop(lines)[2]
@@ -862,7 +886,7 @@ class Gate:
         self._preempts |= dict.fromkeys(found[:surplus])
 
     def _preemptible(self, ticket: Ticket) -> bool:
-        how = self.bands.order[ticket.rank].preempt
+        how = "never" if ticket.bound else self.bands.order[ticket.rank].preempt
         return (how == "requeue" and ticket.bare) or (how == "before_first_token" and not ticket.started)
 
     # -- what people ask -----------------------------------------------------------------------------------------

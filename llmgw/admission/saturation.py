@@ -9,6 +9,7 @@ is learned:
     a first token overdue       the engine queues inside: the limit becomes what it runs (its report says, else what
                                 has given a token)
     reports of a queue, twice   likewise
+    a report of none            at the limit: a quarter more, for engines whose clients do not stream
 
 *Overdue* is a request that has had no token for `OVERDUE` seconds longer than the prompts before it take to compute. A
 single report of `waiting` proves nothing: a request waits for the step under way in any engine.
@@ -59,11 +60,14 @@ class Limit:
 
     def in_time(self, used: int, now: float) -> bool:
         """A first token came in time while *used* requests were in hand. True: the limit has risen."""
+        return self._rise(1, used, now)
+
+    def _rise(self, by: int, used: int, now: float) -> bool:
         if used < self.seqs or self._waited or (self._found is not None and now - self._found < BACK_OFF):
             return False
         if self.cap is not None and self.seqs >= self.cap:
             return False
-        self.seqs += 1
+        self.seqs += by if self.cap is None else min(by, self.cap - self.seqs)
         return True
 
     def reported(self, used: int, running: float, waiting: float, now: float) -> None:
@@ -71,6 +75,8 @@ class Limit:
         that it may have is in its hands: it is full."""
         if waiting and self._waited and used >= self.seqs:
             self.overdue(0, running, now)
+        elif not waiting:
+            self._rise(max(self.seqs // 4, 1), used, now)
         self._waited = waiting > 0
 
     def overdue(self, running: int, reported: float | None, now: float) -> None:

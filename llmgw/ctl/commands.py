@@ -193,6 +193,71 @@ def explain_route(
 
 
 @ctl.command()
+@as_json
+@click.pass_obj
+@failing_well
+def queue(server: str, plain: bool) -> None:
+    """Who waits for admission, by model and band, and what each engine may have in hand."""
+    with AdminClient(server) as client:
+        found = client.get("queue")
+    if plain:
+        _json(found)
+        return
+    rows = [
+        (
+            q["model"],
+            q["band"],
+            str(q["waiting"]),
+            seconds(q["oldest"]),
+            str(q["running"]),
+            number(q["tokens_per_second"]),
+            seconds(q["predicted_wait"]),
+        )
+        for q in found["items"]
+    ]
+    show(("MODEL", "BAND", "WAITING", "OLDEST", "RUNNING", "TOKENS/s", "PREDICTED"), rows, empty="No model is served.")
+    engines = [
+        (
+            e["endpoint"],
+            str(sum(e["running"].values())),
+            f"{e['limit']}{'' if e['limit_known'] else '+'}",
+            e["kept_for"] or "",
+            "" if e["slowdown"] is None else f"{e['slowdown']:.2f}",
+            f"{e['interference']:.2f}",
+        )
+        for e in found["engines"]
+    ]
+    click.echo()
+    show(("ENDPOINT", "RUNNING", "LIMIT", "KEPT FOR", "SLOWDOWN", "INTERFERENCE"), engines, empty="There are no endpoints.")
+
+
+def seconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}s"
+
+
+@ctl.command("explain-admission")
+@click.option("--request-id", required=True, help="A request that came lately, or waits.")
+@as_json
+@click.pass_obj
+@failing_well
+def explain_admission(server: str, request_id: str, plain: bool) -> None:
+    """How long a request waited or waits for admission, what is before it, and what each engine says."""
+    with AdminClient(server) as client:
+        found = client.get("admissions", request_id)
+    if plain:
+        _json(found)
+        return
+    click.echo(f"Request {request_id}: {found['state']}, band {found['band']}, flow {found['flow']}, {found['tokens']} tokens")
+    if found["state"] == "queued":
+        before = ", ".join(f"{count} of {band}" for band, count in found["before_it"].items())
+        click.echo(f"  waits since {found['waited']:.1f} s, at most {found['until_deadline']:.0f} s more; in its queues: {before}")
+        for name, why in found["engines"].items():
+            click.echo(f"  {name}: {why}")
+    else:
+        click.echo(f"  waited {found['waited']:.3f} s" + (f", made way {found['preempted']} times" if found["preempted"] else ""))
+
+
+@ctl.command()
 @click.option("--interval", default=1.0, show_default=True, type=click.FloatRange(0.2, 60), help="Seconds.")
 @click.option("--once", is_flag=True, help="One table, then the end.")
 @click.pass_obj

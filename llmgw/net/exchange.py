@@ -142,6 +142,7 @@ class Host(Protocol):
     read_request: http1.RequestReader
     allow: peek.Allow
     internal: bool  # pipelines send their legs here
+    bands: tuple[str, ...]  # that clients may claim; empty = all
     strips: bool  # what aims an engine is let in, since all requests go through pipelines that take it out
     half_close: bool
     draining: bool
@@ -631,6 +632,7 @@ class Exchange:
             prompt_tokens=asked.prompt_tokens,
             body_bytes=len(self._body),
             band=head.text(b"x-llmgw-band"),
+            bands=host.bands,
             profile=head.text(b"x-llmgw-profile"),
             session=head.text(b"x-session-id"),
             blocks=prompt,

@@ -86,9 +86,10 @@ class Router:
         profile: str = DEFAULT,
         phases: tuple[Phase, ...] = WHOLE,
         tried: Collection[str] = (),
+        allowed: Collection[str] | None = None,
     ) -> Decision | Refusal:
         """Who serves *request* as *model*. *profile*: of the model; the request's own goes before. *tried*: endpoint
-        ids that failed it."""
+        ids that failed it. *allowed*: those that admission grants, None: any."""
         used = self.profiles.get(request.profile) or self.profiles[profile]
         matched = self.affinity.matched(request) if used.scorers else NOTHING
         query = Query(
@@ -97,6 +98,7 @@ class Router:
             phases=phases,
             decode=self.expected(request, model),
             tried=tried,
+            allowed=allowed,
             sticky=self.sessions.find(model, request.session, now) if request.session else "",
             reuse=self.affinity.reuse(request, matched, now) if matched else 0.0,
         )

@@ -182,6 +182,8 @@ class Admin:
             Route(api + "/endpoints", self.endpoints),
             Route(api + "/endpoints/{name}", self.endpoint),
             Route(api + "/endpoints/{name}/{action:str}", self.drain, methods=["POST"]),
+            Route(api + "/queue", self.queue),
+            Route(api + "/admissions/{id}", self.admission),
             Route(api + "/decisions", self.decisions),
             Route(api + "/decisions/{id}", self.decision),
             Route(api + "/explain-route", self.explain_route, methods=["POST"]),
@@ -264,6 +266,18 @@ class Admin:
         else:
             raise Problem("unknown_path", f"An endpoint has no action {action[:100]!r}; there are: drain, undrain.")
         return JSONResponse(self._describe(place, self._clock()))
+
+    async def queue(self, request: Request) -> Response:
+        await trio.lowlevel.checkpoint()
+        return self._list("queue", self._brain.admission.queue(), engines=self._brain.admission.gate.engines())
+
+    async def admission(self, request: Request) -> Response:
+        await trio.lowlevel.checkpoint()
+        name = request.path_params["id"]
+        found = self._brain.admission.explain(name)
+        if found is None:
+            raise Problem("unknown_path", f"No admission of request {name[:100]!r} is kept: unknown, or too long ago.")
+        return JSONResponse(found)
 
     async def decisions(self, request: Request) -> Response:
         await trio.lowlevel.checkpoint()

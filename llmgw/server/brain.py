@@ -20,6 +20,8 @@ import attrs
 from msgspec import structs
 
 from llmgw import reasons
+from llmgw.admission.bands import Bands
+from llmgw.admission.gate import State, Ticket
 from llmgw.config import ModelPolicy, Server
 from llmgw.hooks import Anonymous, Hooks
 from llmgw.kvcache import blocks
@@ -47,6 +49,7 @@ from llmgw.routing.decision import Decision
 from llmgw.routing.health import Event
 from llmgw.routing.policy import canary
 from llmgw.server import legs
+from llmgw.server.admission import Admission
 from llmgw.server.fleet import Fleet, Place
 from llmgw.server.kept import Kept
 from llmgw.server.retries import Poison, RetryBudget
@@ -77,7 +80,23 @@ class _Entry:
     tried: list[str]  # endpoint ids
     ids: list[int]  # of its leases
     last: float  # when it was sent, or last gave a token
+    ticket: Ticket
     reused: bool = False  # the one retry after a dead pooled connection is spent
+
+
+@attrs.define(eq=False, slots=True)
+class _Waiting:
+    """One request that admission keeps waiting."""
+
+    number: int  # what the mover knows it by
+    request: InferenceRequest
+    principal: Principal
+    reservation: int
+    model: str
+    ticket: Ticket
+    entry: _Entry | None = None  # it was sent before, and waits for another attempt
+    answer: Lease | Refusal | Page | None = None
+    inside: bool = True  # the call that made it wait has not returned: the answer goes back with it
 
 
 @attrs.frozen
@@ -120,7 +139,11 @@ class Brain:
         self._budget = RetryBudget()
         self._poison = Poison()
         self._kept = Kept()
+        self._waiting: dict[int, _Waiting] = {}
         self._router = fleet.router
+        self.admission = Admission(Bands(config.bands), self, self._router.snapshot, clock)
+        metrics.more.append(self.admission.collect)
+        fleet.on_state = self.admission.look
         fleet.listeners.append(self._renew)
         fleet.on_failed_probe = self._given_up
         self._renew()
@@ -138,6 +161,7 @@ class Brain:
         self._models = {
             name: _Model(self._config.limits_of(name), self._config.models.get(name) or ModelPolicy()) for name in names
         }
+        self.admission.look()
 
     @property
     def inflight(self) -> int:
@@ -146,8 +170,8 @@ class Brain:
 
     # -- in ------------------------------------------------------------------------------------------------------
 
-    def admit(self, request: InferenceRequest) -> Lease | Several | Refusal | Page:
-        """identify → model → reserve → decide."""
+    def admit(self, request: InferenceRequest) -> Lease | Wait | Several | Refusal | Page:
+        """identify → band → model → reserve → gate → decide."""
         route = request.head.route
         if route in HEALTH:
             return self._health_page(route)
@@ -163,6 +187,9 @@ class Brain:
             if isinstance(found, Refusal):
                 return found
             request = found
+        rank = self.admission.gate.bands.rank(request.band, principal.name, principal.bands, request.bands)
+        if isinstance(rank, Refusal):
+            return rank
         model = self._model(request.model)
         if isinstance(model, Refusal):
             return model
@@ -179,16 +206,41 @@ class Brain:
             several = self.pipelines.admit(request, model, principal, reservation)
             if several is not None:
                 return several
+        ticket = self.admission.offer(request, model, rank, principal.flow, expected)
+        if isinstance(ticket, Refusal):
+            self._give_back(reservation, request, principal, ticket)
+            return ticket
+        if ticket.state is State.GRANTED:
+            return self._send(request, principal, reservation, model, ticket)
+        return self._wait(_Waiting(next(self._ids), request, principal, reservation, model, ticket))
+
+    def _wait(self, waiting: _Waiting) -> Lease | Wait | Refusal | Page:
+        """Its ticket is queued; the gate may turn to it at once."""
+        waiting.ticket.owner = waiting
+        self._waiting[waiting.number] = waiting
+        self.admission.pump()
+        if waiting.answer is not None:
+            return waiting.answer
+        waiting.inside = False
+        return Wait(waiting.number)
+
+    def _send(
+        self, request: InferenceRequest, principal: Principal, reservation: int, model: str, ticket: Ticket
+    ) -> Lease | Refusal | Page:
+        """*ticket* is granted: where it goes, and its lease."""
         tried = legs.others(self._router.snapshot(self._clock()).endpoints, request.pin) if request.pin else ()
-        decision = self._decide(request, model, tried)
+        decision = self._decide(request, model, tried, ticket.allowed)
         if isinstance(decision, Refusal):
+            self.admission.gate.cancel(ticket)
             self._give_back(reservation, request, principal, decision)
             return decision
         place = self.fleet.places[decision.endpoint.id]
         if request.prefer and (page := legs.instead(request, decision)) is not None:
+            self.admission.gate.cancel(ticket)
             self._give_back(reservation, request, principal, legs.NOT_SERVED)
             return page
         lease = self._lease(request, decision, place, 1)
+        now = self._clock()
         entry = _Entry(
             request,
             principal,
@@ -199,11 +251,65 @@ class Brain:
             decision.phases,
             [place.endpoint.id],
             [lease.id],
-            self._clock(),
+            now,
+            ticket,
         )
         self._entries[lease.id] = entry
+        self._permit(ticket, decision, now)
         self.fleet.sent(place, lease.id, request, decision)
         return lease
+
+    def _permit(self, ticket: Ticket, decision: Decision, now: float) -> None:
+        due = None if ticket.stream else now + decision.ttft
+        self.admission.gate.place(ticket, decision.endpoint.id, now, prefill=decision.uncached, due=due)
+
+    # -- what admission decides later ----------------------------------------------------------------------------
+
+    def granted(self, ticket: Ticket) -> None:
+        """*ticket*, which waited, may go."""
+        waiting = ticket.owner
+        assert isinstance(waiting, _Waiting)
+        entry = waiting.entry
+        answer: Lease | Refusal | Page
+        if entry is None:
+            answer = self._send(waiting.request, waiting.principal, waiting.reservation, waiting.model, ticket)
+        else:
+            decision = self._decide(entry.request, entry.model, (), ticket.allowed)
+            if isinstance(decision, Refusal):
+                self.admission.gate.cancel(ticket)
+                answer = decision
+            else:
+                answer = self._next(entry, decision)
+        self._tell(waiting, answer)
+
+    def refused(self, ticket: Ticket, refusal: Refusal) -> None:
+        """*ticket* has waited in vain."""
+        waiting = ticket.owner
+        assert isinstance(waiting, _Waiting)
+        if waiting.entry is None:
+            self._give_back(waiting.reservation, waiting.request, waiting.principal, refusal)
+        self._tell(waiting, refusal)
+
+    def preempt(self, ticket: Ticket) -> bool:
+        """*ticket* has to make way, and waits again, if nothing of it has reached its client."""
+        entry = next((e for e in self._entries.values() if e.ticket is ticket), None)
+        if entry is None:
+            return False
+        endpoint = entry.place.endpoint.name
+        failure = Failure(reason="preempted")
+        if not any(mover.recall(entry.lease.id, failure) for mover in self.movers):
+            return False
+        band = self.admission.gate.bands.order[ticket.rank].name
+        self._log.event("preempted", request_id=entry.request.id, band=band, endpoint=endpoint)
+        return True
+
+    def _tell(self, waiting: _Waiting, answer: Lease | Refusal | Page) -> None:
+        del self._waiting[waiting.number]
+        if waiting.inside:
+            waiting.answer = answer
+            return
+        for mover in self.movers:
+            mover.granted(waiting.number, answer)
 
     def _continued(self, request: InferenceRequest, principal: Principal) -> InferenceRequest | Refusal:
         """*request* bound to the endpoint that made the answer it refers to. Another principal's is as good as none."""
@@ -252,8 +358,11 @@ class Brain:
             return model
         return canary(model, shared.policy.canary, request.session or request.id)
 
-    def _decide(self, request: InferenceRequest, model: str, tried: tuple[str, ...]) -> Decision | Refusal:
-        """Who serves it as *model*, or as the first of its fallbacks that somebody can serve."""
+    def _decide(
+        self, request: InferenceRequest, model: str, tried: tuple[str, ...], allowed: frozenset[str] | None = None
+    ) -> Decision | Refusal:
+        """Who serves it as *model*, or as the first of its fallbacks that somebody can serve. *allowed*: who of those
+        that serve *model* has room for it."""
         policy = self._models[model].policy if model in self._models else ModelPolicy()
         first: Refusal | None = None
         for name in (model, *policy.fallback):
@@ -264,6 +373,7 @@ class Brain:
                 profile=policy.profile or self._config.routing.profile,
                 phases=request.phases,
                 tried=tried,
+                allowed=allowed if name == model else None,
             )
             if not isinstance(found, Refusal):
                 return found
@@ -358,6 +468,8 @@ class Brain:
         if entry is None or entry.lease.id != lease:
             return self._bug(f"retry of lease {lease}, which is not open")
         place = entry.place
+        if failure.reason == "preempted":
+            return self._later(entry, now)
         refusal = self._account(entry, failure, now)
         if refusal is not None:
             return refusal
@@ -368,21 +480,40 @@ class Brain:
         elif not (failure.reason == "connect_failed" or failure.status in (429, 503) or not failure.started):
             return self._last(entry, failure)
         tried = tuple(t for t in entry.tried if t != again)
-        decision = self._decide(entry.request, entry.model, tried)
+        allowed = self.admission.gate.again(entry.ticket) | {place.endpoint.id}
+        decision = self._decide(entry.request, entry.model, tried, None if entry.ticket.bound else allowed)
         if isinstance(decision, Refusal) or not self._budget.take(now):
             return self._last(entry, failure)
         self.fleet.ended(place, entry.lease.id)
+        self._metrics.retried(failure.reason)
+        return self._next(entry, decision)
+
+    def _next(self, entry: _Entry, decision: Decision) -> Lease:
+        """Another attempt of *entry*; the one before has ended."""
+        now = self._clock()
         entry.place, entry.phases = self.fleet.places[decision.endpoint.id], decision.phases
         entry.model = decision.model
         if entry.place.endpoint.id not in entry.tried:
             entry.tried.append(entry.place.endpoint.id)
         entry.lease = self._lease(entry.request, decision, entry.place, entry.lease.attempt + 1)
+        self._permit(entry.ticket, decision, now)
         self.fleet.sent(entry.place, entry.lease.id, entry.request, decision, again=True)
         entry.ids.append(entry.lease.id)
         entry.last = now
         self._entries[entry.lease.id] = entry
-        self._metrics.retried(failure.reason)
         return entry.lease
+
+    def _later(self, entry: _Entry, now: float) -> Lease | Wait | Refusal:
+        """*entry* makes way for a higher band, and waits for another attempt."""
+        self.fleet.ended(entry.place, entry.lease.id)
+        self._metrics.retried("preempted")
+        self.admission.gate.requeue(entry.ticket, now)
+        number = next(self._ids)
+        answer = self._wait(
+            _Waiting(number, entry.request, entry.principal, entry.reservation, entry.model, entry.ticket, entry)
+        )
+        assert not isinstance(answer, Page)
+        return answer
 
     def _account(self, entry: _Entry, failure: Failure, now: float) -> Refusal | None:
         """What the failure says about the endpoint and about the body."""
@@ -435,6 +566,9 @@ class Brain:
             return
         now = entry.last = entry.place.alive = self._clock()
         self._router.progress(entry.lease.id, tokens, now)
+        if not entry.ticket.started:
+            self.admission.gate.first(entry.ticket, now)
+            self.admission.pump()
         self.hooks.progress(entry.reservation, tokens)
 
     def made(self, lease: int, answer: str) -> None:
@@ -466,8 +600,22 @@ class Brain:
     # -- out -----------------------------------------------------------------------------------------------------
 
     def withdraw(self, ticket: int, outcome: Outcome) -> None:
-        """Only pipelines wait; of all else nothing but the outcome is to be accounted."""
-        self.settle(ticket if self.pipelines is not None and self.pipelines.owns(ticket) else None, outcome)
+        """The client of a waiting request is gone."""
+        waiting = self._waiting.pop(ticket, None)
+        if waiting is None:  # pipelines wait, too
+            self.settle(ticket if self.pipelines is not None and self.pipelines.owns(ticket) else None, outcome)
+            return
+        self.admission.gate.cancel(waiting.ticket)
+        if waiting.entry is not None:
+            self.settle(waiting.entry.lease.id, outcome)
+            return
+        outcome.principal, outcome.flow = waiting.principal.name, waiting.principal.flow
+        outcome.band, outcome.profile = waiting.request.band, waiting.request.profile
+        self.admission.pump()
+        try:
+            self.hooks.settle(waiting.reservation, outcome)
+        finally:
+            self._finish(outcome, waiting.model, "")
 
     def settle(self, lease: int | None, outcome: Outcome) -> None:
         """It has ended."""
@@ -485,6 +633,7 @@ class Brain:
             del self._entries[each]
         place = entry.place
         self.fleet.ended(place, entry.lease.id, outcome)
+        self._free(entry, outcome)
         outcome.principal, outcome.flow = entry.principal.name, entry.principal.flow
         outcome.band, outcome.profile = entry.request.band, entry.request.profile
         outcome.served = entry.lease.target.model or entry.request.model
@@ -495,6 +644,14 @@ class Brain:
             self.hooks.settle(entry.reservation, outcome)
         finally:
             self._finish(outcome, entry.model, place.endpoint.name)
+
+    def _free(self, entry: _Entry, outcome: Outcome) -> None:
+        """Give its permit back."""
+        if entry.ticket.state is State.RUNNING:  # else it ended while it waited for another attempt
+            first, last = (outcome.first, outcome.last) if entry.request.stream and not outcome.reason else (None, None)
+            tokens = outcome.completion_tokens or 0
+            self.admission.gate.release(entry.ticket, self._clock(), first=first, last=last, tokens=tokens)
+        self.admission.pump()
 
     def _ended(self, job: Job, outcome: Outcome) -> None:
         """A pipeline's request has ended."""

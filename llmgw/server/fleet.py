@@ -74,6 +74,7 @@ class Fleet:
         self._order: list[Place] = []
         self.models: dict[str, str] = {}  # every name that a request may use → the model that it means
         self.on_failed_probe: Callable[[Place], None] = lambda _: None
+        self.on_state: Callable[[], None] = lambda: None  # an endpoint's health is another
         self.listeners: list[Callable[[], None]] = []  # called after the set or its models changed
 
     # -- who they are --------------------------------------------------------------------------------------------
@@ -217,6 +218,7 @@ class Fleet:
         )
         self.revision += 1
         self._tell(place)
+        self.on_state()
         if place.changed and before.serving and not place.health.serving:
             place.changed()  # ask at once whether it is back
 

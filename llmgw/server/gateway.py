@@ -175,6 +175,7 @@ class Gateway:
                 await services.start(self.log.run)
                 self.fleet.replace("static", tuple(e.endpoint() for e in self._config.endpoints))
                 await services.start(self._prober.run)
+                await services.start(self.brain.admission.run)
                 await services.start(Subscriber(self.fleet, self.fleet.router.affinity.exact, self.log).run)
                 if self._config.routing.scrape.interval:
                     await services.start(self._scraper.run)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmgw.request import Failure, Head, InferenceRequest, Lease, Outcome, Page, Principal, Refusal
+from llmgw.request import Failure, Head, InferenceRequest, Lease, Outcome, Page, Principal, Refusal, Target, Wait
 from tests.server.worlds import bench
 
 TWO = ("a=http://a:1=m", "b=http://b:1=m")
@@ -112,9 +112,15 @@ def test_an_endpoint_has_no_more_requests_than_it_may() -> None:
     one = bench(text="endpoints: [{name: a, url: 'http://a:1', models: [m], max_concurrency: 2}]\n")
     one.ready()
     first, _ = one.lease(), one.lease()
-    assert refusal(one.admit(), "no_endpoint").filter == "concurrency"
+    third = one.admit()
+    assert isinstance(third, Wait)
+    mover = Granted()
+    one.brain.movers = (mover,)
     one.settle(first)
-    one.lease()
+    ((ticket, answer),) = mover.answers
+    assert ticket == third.ticket
+    assert isinstance(answer, Lease)
+    assert one.counts("a")[0] == 2
 
 
 def test_a_degraded_endpoint_is_used_when_no_other_is_left() -> None:
@@ -213,7 +219,14 @@ def test_retries_have_a_budget() -> None:
     one = bench(*TWO)
     one.ready()
     full = Failure(reason="no_endpoint", status=503)
-    results = [isinstance(one.brain.retry(one.lease().id, full), Lease) for _ in range(100)]
+
+    def again() -> bool:
+        lease = one.lease()
+        answer = one.brain.retry(lease.id, full)
+        one.settle(answer if isinstance(answer, Lease) else lease)
+        return isinstance(answer, Lease)
+
+    results = [again() for _ in range(100)]
     assert 12 <= sum(results) <= 30  # 10 and a fifth of 100
     assert results[:10] == [True] * 10
     one.clock[0] += 11.0
@@ -302,6 +315,22 @@ def test_progress_moves_expectations() -> None:
     one.brain.progress(lease.id, 5)  # too late: nothing
 
 
+class Granted:
+    """A mover that notes what it is granted."""
+
+    def __init__(self) -> None:
+        self.answers: list[tuple[int, object]] = []
+
+    def granted(self, ticket: int, answer: object) -> None:
+        self.answers.append((ticket, answer))
+
+    def abandon(self, lease: int, refusal: Refusal) -> None:
+        raise AssertionError("nothing is ended")
+
+    def recall(self, lease: int, failure: Failure) -> bool:
+        raise AssertionError("nothing makes way")
+
+
 class Abandoning:
     """A mover that notes what it is told to end."""
 
@@ -313,6 +342,9 @@ class Abandoning:
 
     def abandon(self, lease: int, refusal: Refusal) -> None:
         self.ended.append((lease, refusal.reason))
+
+    def recall(self, lease: int, failure: Failure) -> bool:
+        raise AssertionError("nothing makes way")
 
 
 def test_a_long_generation_is_told_from_a_hung_engine() -> None:
@@ -490,11 +522,17 @@ def test_a_session_stays_where_it_is_and_moves_once() -> None:
 def test_a_canary_gets_its_share_of_sessions() -> None:
     one = bench("a=http://a:1=m", "b=http://b:1=next", text="models: {m: {canary: {next: 0.2}}}\n")
     one.ready()
-    side = {s: one.lease(session=s).target for s in map(str, range(300))}
+
+    def served(session: str) -> Target:
+        lease = one.lease(session=session)
+        one.settle(lease)
+        return lease.target
+
+    side = {s: served(s) for s in map(str, range(300))}
     moved = [s for s, target in side.items() if target.name == "b"]
     assert 30 <= len(moved) <= 90
     assert all(side[s].model == "next" for s in moved)
-    assert all(one.lease(session=s).target.name == "b" for s in moved)
+    assert all(served(s).name == "b" for s in moved)
 
 
 def test_a_fallback_serves_while_the_model_cannot() -> None:

@@ -48,7 +48,7 @@ async def test_a_page_corrects_the_ledger_until_it_is_old(
     autojump_clock: trio.testing.MockClock, nursery: trio.Nursery
 ) -> None:
     async with engine({"/metrics": response(PAGE % 1)}) as fake:
-        one = bench(f"a={fake.url}=m")
+        one = bench(f"a={fake.url}=m", now=0.0)
         one.ready()
         await scrape(one, nursery)
         await trio.sleep(8)

@@ -85,12 +85,12 @@ class Bench:
         return outcome
 
 
-def bench(*endpoints: str, text: str = "", hooks: Hooks | None = None, **known: Any) -> Bench:
-    """*endpoints*: as after ``--endpoint``. *text*: more of the configuration file."""
+def bench(*endpoints: str, text: str = "", hooks: Hooks | None = None, now: float = 100.0, **known: Any) -> Bench:
+    """*endpoints*: as after ``--endpoint``. *text*: more of the configuration file. *now*: its clock at first."""
     if "routing:" not in text:
         text += "\nrouting: {profile: round-robin}\n"
     server = config.with_flags(config.parse("version: 1\n" + text), endpoints=endpoints)
-    clock = [100.0]
+    clock = [now]
     metrics, lines = Metrics(), Lines()
     log = Log(lines, lambda: 1e9)
     router = Router(random.Random(0).random, 0.0, server.routing.profiles)
