@@ -10,7 +10,7 @@ Times are seconds of the event loop's clock (`trio.current_time()`), never wall 
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import msgspec
 
@@ -249,6 +249,11 @@ class Mover(Protocol):
     def abandon(self, lease: int, refusal: Refusal) -> None:
         """End what runs under *lease* with this answer (hung engine, preemption). Unknown leases have ended already."""
         ...
+
+
+@runtime_checkable
+class LegMover(Mover, Protocol):
+    """A mover in this process: it also serves the last leg of pipelines, and lets go of an attempt when asked."""
 
     def recall(self, lease: int, failure: Failure) -> bool:
         """The attempt of *lease* is of no use any more. Unless a byte has gone to the client, it ends as if its engine had

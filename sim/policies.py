@@ -135,10 +135,6 @@ class BrainPolicy:
     def abandon(self, lease: int, refusal: Refusal) -> None:
         """The brain gives up on an engine: nothing to do here, where an engine that is dead has no connections."""
 
-    def recall(self, lease: int, failure: Failure) -> bool:
-        """Nothing can be taken back from an engine here."""
-        return False
-
 
 def run(scenario: Scenario, seed: int) -> Result:
     """Rehearse *scenario* at the decisions level. Raises ConfigError for pipelines: their legs need the network."""

@@ -228,7 +228,11 @@ def queue(server: str, plain: bool) -> None:
         for e in found["engines"]
     ]
     click.echo()
-    show(("ENDPOINT", "RUNNING", "LIMIT", "KEPT FOR", "SLOWDOWN", "INTERFERENCE"), engines, empty="There are no endpoints.")
+    show(
+        ("ENDPOINT", "RUNNING", "LIMIT", "KEPT FOR", "SLOWDOWN", "INTERFERENCE"),
+        engines,
+        empty="There are no endpoints.",
+    )
 
 
 def seconds(value: float | None) -> str:
@@ -247,14 +251,21 @@ def explain_admission(server: str, request_id: str, plain: bool) -> None:
     if plain:
         _json(found)
         return
-    click.echo(f"Request {request_id}: {found['state']}, band {found['band']}, flow {found['flow']}, {found['tokens']} tokens")
+    click.echo(
+        f"Request {request_id}: {found['state']}, band {found['band']}, flow {found['flow']}, {found['tokens']} tokens"
+    )
     if found["state"] == "queued":
         before = ", ".join(f"{count} of {band}" for band, count in found["before_it"].items())
-        click.echo(f"  waits since {found['waited']:.1f} s, at most {found['until_deadline']:.0f} s more; in its queues: {before}")
+        click.echo(
+            f"  waits since {found['waited']:.1f} s, at most {found['until_deadline']:.0f} s more; in its queues: {before}"
+        )
         for name, why in found["engines"].items():
             click.echo(f"  {name}: {why}")
     else:
-        click.echo(f"  waited {found['waited']:.3f} s" + (f", made way {found['preempted']} times" if found["preempted"] else ""))
+        click.echo(
+            f"  waited {found['waited']:.3f} s"
+            + (f", made way {found['preempted']} times" if found["preempted"] else "")
+        )
 
 
 @ctl.command()

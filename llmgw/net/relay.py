@@ -31,7 +31,7 @@ from llmgw.net.timers import Timers
 from llmgw.net.tls import client_context, host_name
 from llmgw.net.world import World, nodelay, parse_address
 from llmgw.openai import peek
-from llmgw.request import Brain, Failure, InferenceRequest, Lease, Mover, Page, Refusal, Target
+from llmgw.request import Brain, Failure, InferenceRequest, Lease, LegMover, Page, Refusal, Target
 
 if TYPE_CHECKING:
     from llmgw.config import ClientLimits, Listener
@@ -75,7 +75,7 @@ class Legs(Protocol):
         request: InferenceRequest,
         head: http1.RequestHead,
         body: bytes | bytearray,
-        mover: Mover,
+        mover: LegMover,
     ) -> None:
         """Start; `mover.granted(ticket, …)` follows, at once or later."""
         ...

@@ -238,8 +238,8 @@ class Admin:
     def _describe(self, place: Place, now: float) -> dict[str, Any]:
         return describe(place, self._fleet.router.ledger.view(place.endpoint.id, now) or EndpointView(), now)
 
-    def _list(self, kind: str, items: list[dict[str, Any]]) -> Response:
-        return JSONResponse({"kind": kind, "revision": self._fleet.revision, "items": items})
+    def _list(self, kind: str, items: list[dict[str, Any]], **more: object) -> Response:
+        return JSONResponse({"kind": kind, "revision": self._fleet.revision, "items": items, **more})
 
     async def endpoints(self, request: Request) -> Response:
         await trio.lowlevel.checkpoint()
@@ -269,7 +269,8 @@ class Admin:
 
     async def queue(self, request: Request) -> Response:
         await trio.lowlevel.checkpoint()
-        return self._list("queue", self._brain.admission.queue(), engines=self._brain.admission.gate.engines())
+        admission = self._brain.admission
+        return self._list("queue", admission.queue(), engines=admission.gate.engines())
 
     async def admission(self, request: Request) -> Response:
         await trio.lowlevel.checkpoint()

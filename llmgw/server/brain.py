@@ -34,6 +34,7 @@ from llmgw.request import (
     Head,
     InferenceRequest,
     Lease,
+    LegMover,
     Limits,
     Mover,
     Outcome,
@@ -297,7 +298,8 @@ class Brain:
             return False
         endpoint = entry.place.endpoint.name
         failure = Failure(reason="preempted")
-        if not any(mover.recall(entry.lease.id, failure) for mover in self.movers):
+        here = (mover for mover in self.movers if isinstance(mover, LegMover))
+        if not any(mover.recall(entry.lease.id, failure) for mover in here):
             return False
         band = self.admission.gate.bands.order[ticket.rank].name
         self._log.event("preempted", request_id=entry.request.id, band=band, endpoint=endpoint)

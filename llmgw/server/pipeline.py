@@ -58,8 +58,8 @@ from llmgw.request import (
     InferenceRequest,
     Lease,
     Leg,
+    LegMover,
     Limits,
-    Mover,
     Outcome,
     Phase,
     Principal,
@@ -108,7 +108,7 @@ class Job:
     reservation: int
     name: str  # of the pipeline
     ticket: int
-    mover: Mover | None = None
+    mover: LegMover | None = None
     head: RequestHead | None = None
     ctx: Context | None = None
     scope: trio.CancelScope = attrs.Factory(trio.CancelScope)
@@ -215,7 +215,7 @@ class Pipelines:
         request: InferenceRequest,
         head: RequestHead,
         body: bytes | bytearray,
-        mover: Mover,
+        mover: LegMover,
     ) -> None:
         """`llmgw.net.relay.Legs.begin`."""
         job = self._jobs[ticket]

@@ -327,9 +327,6 @@ class Granted:
     def abandon(self, lease: int, refusal: Refusal) -> None:
         raise AssertionError("nothing is ended")
 
-    def recall(self, lease: int, failure: Failure) -> bool:
-        raise AssertionError("nothing makes way")
-
 
 class Abandoning:
     """A mover that notes what it is told to end."""
@@ -342,9 +339,6 @@ class Abandoning:
 
     def abandon(self, lease: int, refusal: Refusal) -> None:
         self.ended.append((lease, refusal.reason))
-
-    def recall(self, lease: int, failure: Failure) -> bool:
-        raise AssertionError("nothing makes way")
 
 
 def test_a_long_generation_is_told_from_a_hung_engine() -> None:
