@@ -574,13 +574,16 @@ class Gate:
     def release(
         self, ticket: Ticket, now: float, *, first: float | None = None, last: float | None = None, tokens: int = 0
     ) -> None:
-        """*ticket* has ended. *first*, *last*: when its first and last token came; *tokens*: how many."""
+        """*ticket* has ended. *first*, *last*: when its first and last token came, None where nobody saw it, or it failed;
+        *tokens*: how many."""
         room = ticket.room
         assert room is not None
         rank, pool = ticket.rank, ticket.pool
         if rank in self._bounded:
             pool.seen = self._seen = now
-            if first is not None and last is not None and tokens > 1:
+            if last is not None and tokens > 1:
+                if first is None:  # it showed nothing before its end: its prompt took what it should
+                    first = min(ticket.placed + ticket.prefill / room.rate, last)
                 self._measure(ticket, room, first, last, tokens)
         if not ticket.stream and room.report_at == -inf and room.limit.seqs < UNTRIED:
             room.limit.in_time(room.used, now)  # neither tokens nor reports tell more
@@ -765,7 +768,9 @@ class Gate:
 
     def _shares(self, room: Room, guard: int, ticket: Ticket, now: float) -> bool:
         """Whether a lower-band *ticket* may join *room*, where band *guard* is at home."""
-        if now < room.pace_at or room.duration is None or room.busy:
+        if room.duration is None:
+            return not room.used  # nothing is known of it yet: one at a time, while nobody is there
+        if room.busy or (room.used and now < room.pace_at):
             return False
         estimate, allowance = room.estimate, room.allowance
         if room.below(guard) >= estimate.most(allowance):

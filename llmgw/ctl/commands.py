@@ -201,7 +201,7 @@ def queue(server: str, plain: bool) -> None:
     with AdminClient(server) as client:
         found = client.get("queue")
     if plain:
-        _json(found)
+        print_json(found)
         return
     rows = [
         (
@@ -249,7 +249,7 @@ def explain_admission(server: str, request_id: str, plain: bool) -> None:
     with AdminClient(server) as client:
         found = client.get("admissions", request_id)
     if plain:
-        _json(found)
+        print_json(found)
         return
     click.echo(
         f"Request {request_id}: {found['state']}, band {found['band']}, flow {found['flow']}, {found['tokens']} tokens"

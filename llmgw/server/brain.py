@@ -650,7 +650,8 @@ class Brain:
     def _free(self, entry: _Entry, outcome: Outcome) -> None:
         """Give its permit back."""
         if entry.ticket.state is State.RUNNING:  # else it ended while it waited for another attempt
-            first, last = (outcome.first, outcome.last) if entry.request.stream and not outcome.reason else (None, None)
+            last = outcome.last if not outcome.reason else None
+            first = outcome.first if entry.request.stream else None
             tokens = outcome.completion_tokens or 0
             self.admission.gate.release(entry.ticket, self._clock(), first=first, last=last, tokens=tokens)
         self.admission.pump()
