@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import ipaddress
 import re
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -141,6 +142,16 @@ def shares(value: dict[str, float]) -> str | None:
     return None if good else "each share must be more than 0, and all together at most 1"
 
 
+def proxies(value: tuple[str, ...]) -> str | None:
+    for text in value:
+        try:
+            if text != "unix":
+                ipaddress.ip_network(text, strict=False)
+        except ValueError:
+            return f"{text!r} is no address or network: 10.0.0.0/8, 192.0.2.7, 2001:db8::/32, or unix"
+    return None
+
+
 def hosts(value: tuple[str, ...]) -> str | None:
     return next((f"{h!r} is not a host name" for h in value if not re.fullmatch(r"[A-Za-z0-9._:\[\]-]+", h)), None)
 
@@ -184,6 +195,14 @@ class Listener:
         "close",
     )
     tls: TlsFiles | None = key("Speak TLS (1.2 or newer) with this certificate. Unset: plain HTTP.", None)
+    trusted_proxies: tuple[str, ...] = key(
+        "Load balancers: addresses, networks, or `unix`. From these, and only these, `x-forwarded-for` says who the client is.",
+        (),
+        check=proxies,
+    )
+    proxy_protocol: bool = key(
+        "Connections begin with a PROXY header (v1 or v2), from `trusted_proxies` only; all others are closed.", False
+    )
     allow_priority: bool = key(
         "Let the body field `priority` through. Engines disagree on its direction: only for one kind.", False
     )
@@ -765,6 +784,10 @@ def _is_loopback(address: str) -> bool:
 def _pipelines(server: Server, document: Document) -> Iterator[Problem]:
     """What is wrong with pipelines whose keys are sound, and names that mean none."""
     for i, listener in enumerate(server.listeners):
+        if listener.proxy_protocol and not listener.trusted_proxies:
+            yield document.problem(
+                ("listeners", i, "proxy_protocol"), "needs trusted_proxies: who may say who the client is?"
+            )
         if listener.internal and not _is_loopback(listener.address):
             yield document.problem(
                 ("listeners", i, "address"),

@@ -35,6 +35,7 @@ from llmgw import reasons
 from llmgw.kvcache import blocks
 from llmgw.net import http1, internal
 from llmgw.net.channel import SIZE, Channel
+from llmgw.net.proxied import Proxies
 from llmgw.net.secure import HANDSHAKE_SECONDS
 from llmgw.openai import errors, multipart, peek, routes
 from llmgw.openai.coding import CODINGS, coding_of, decoded
@@ -146,6 +147,7 @@ class Host(Protocol):
     strips: bool  # what aims an engine is let in, since all requests go through pipelines that take it out
     half_close: bool
     draining: bool
+    proxies: Proxies | None
 
     @property
     def clock(self) -> Clock: ...
@@ -538,6 +540,11 @@ class Exchange:
         else:
             self.host.soon(self._decode_on)
 
+    def _whose(self, head: http1.RequestHead) -> str:
+        """The client's address."""
+        proxies = self.host.proxies
+        return self._peer if proxies is None else proxies.client(self._peer, head.fields)
+
     def _understand(self, body: bytes | bytearray) -> None:
         """Head and body are here: what is asked for, and what does the brain say?"""
         head, route, host, outcome = self._head, self._route, self.host, self._outcome
@@ -554,7 +561,9 @@ class Exchange:
         if route.kind != "inference":
             request = InferenceRequest(
                 id=self._request_id,
-                head=Head(head.path, self._peer, values.get(b"authorization") or values.get(b"x-api-key") or b""),
+                head=Head(
+                    head.path, self._whose(head), values.get(b"authorization") or values.get(b"x-api-key") or b""
+                ),
                 model="",
                 accepted=outcome.accepted,
             )
@@ -624,7 +633,7 @@ class Exchange:
             prompt = blocks.of_body(bytes(self._body), asked.model)
         request = InferenceRequest(
             id=self._request_id,
-            head=Head(head.path, self._peer, values.get(b"authorization") or values.get(b"x-api-key") or b""),
+            head=Head(head.path, self._whose(head), values.get(b"authorization") or values.get(b"x-api-key") or b""),
             model=asked.model,
             stream=asked.stream,
             n=asked.n,

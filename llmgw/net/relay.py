@@ -25,6 +25,8 @@ from llmgw.net import http1, secure
 from llmgw.net.channel import Channel
 from llmgw.net.exchange import Exchange, State
 from llmgw.net.pool import IDLE_SECONDS, Pool
+from llmgw.net.proxied import SECONDS, Proxies, read_header
+from llmgw.net.proxied import Malformed as NotProxied
 from llmgw.net.pump import Pump
 from llmgw.net.tasks import Tasks
 from llmgw.net.timers import Timers
@@ -109,6 +111,7 @@ class Relay:
         self.rng = world.rng
         self._several = several
         self._exchanges: set[Exchange] = set()
+        self._greeting = 0  # connections whose PROXY header has not come yet
         self.configure(limits, listener)
         self.draining = False
         self.gaps = gaps
@@ -133,7 +136,7 @@ class Relay:
         self.read_request = http1.RequestReader(
             field_count=limits.header_count,
             forward=http1.TO_ENGINE | {name.lower().encode("ascii") for name in listener.forward_headers},
-            keep=several is not None and several.all_headers,
+            keep=bool(listener.trusted_proxies) or (several is not None and several.all_headers),
             internal=listener.internal,
         )
         self.internal = listener.internal
@@ -143,6 +146,8 @@ class Relay:
             priority=listener.allow_priority or listener.internal, transfer=self.strips or listener.internal
         )
         self.half_close = listener.half_close == "allow"
+        self.proxies = Proxies(listener.trusted_proxies) if listener.trusted_proxies else None
+        self._proxy_header = listener.proxy_protocol
         for exchange in self._exchanges:
             exchange.read_afresh()
 
@@ -289,7 +294,7 @@ class Relay:
         while True:
             await trio.lowlevel.wait_readable(listener)
             for _ in range(ACCEPTS):
-                while (most := self.limits.connections) is not None and len(self._exchanges) >= most:
+                while (most := self.limits.connections) is not None and len(self._exchanges) + self._greeting >= most:
                     self._room = trio.Event()
                     await self._room.wait()
                 try:
@@ -301,16 +306,38 @@ class Relay:
                         log.warning("cannot accept a connection: %s; raise the limit of open files", error)
                         await trio.sleep(FULL_SECONDS)
                     continue  # else the client is gone already (ECONNABORTED and its kin)
-                self._welcome(sock, address, handlers)
+                try:
+                    sock.setblocking(False)
+                    nodelay(sock)
+                except OSError:  # gone before we looked
+                    sock.close()
+                    continue
+                peer = str(address[0]) if isinstance(address, tuple) and address else ""
+                if self._proxy_header:
+                    self._greeting += 1
+                    handlers.start_soon(self._greet, sock, peer, handlers)
+                else:
+                    self._welcome(sock, peer, handlers)
 
-    def _welcome(self, sock: socket.socket, address: object, handlers: trio.Nursery) -> None:
+    async def _greet(self, sock: socket.socket, peer: str, handlers: trio.Nursery) -> None:
+        """Let a load balancer say whom it stands for; a stranger that claims to be one is sent away."""
+        client = None
         try:
-            sock.setblocking(False)
-            nodelay(sock)
-        except OSError:  # gone before we looked
-            sock.close()
-            return
-        peer = str(address[0]) if isinstance(address, tuple) and address else ""
+            if self.proxies is not None and self.proxies.trusts(peer):
+                with trio.move_on_after(SECONDS):
+                    client = await read_header(sock) or peer
+        except (NotProxied, OSError) as error:
+            log.info("no PROXY header from %s: %s", peer or "a Unix socket", error)
+        finally:
+            self._greeting -= 1
+            if client is None or self.draining:
+                sock.close()
+                if self._room is not None:
+                    self._room.set()
+            else:
+                self._welcome(sock, client, handlers)
+
+    def _welcome(self, sock: socket.socket, peer: str, handlers: trio.Nursery) -> None:
         self._now()
         if self._tls is None:
             channel = Channel(sock, self._driver, peer)
