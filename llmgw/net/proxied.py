@@ -82,7 +82,7 @@ async def read_header(sock: socket.socket) -> str | None:
         while not line.endswith(b"\r\n"):
             if len(line) >= V1_BYTES:
                 raise Malformed("its line is too long")
-            line += await _exactly(sock, 1)
+            line = line + await _exactly(sock, 1)
         return _version_1(line)
     head = start + await _exactly(sock, 8)
     if not head.startswith(_V2) or head[12] >> 4 != 2:
