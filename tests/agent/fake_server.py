@@ -100,7 +100,13 @@ async def open_site(
     cluster = Cluster(world, store, identity, ["127.0.0.1"], [route])
     sockets = await world.listen(Tcp("127.0.0.1", port))
     address = Tcp("127.0.0.1", sockets[0].getsockname()[1])
+    scope = trio.CancelScope()  # of the server alone: not of whoever uses it
+
+    async def serve() -> None:
+        with scope:
+            await cluster.run(sockets)
+
     async with trio.open_nursery() as nursery:
-        await nursery.start(cluster.run, sockets)
-        yield Site(control, address, store, identity, nursery.cancel_scope)
-        cluster.door.close()
+        nursery.start_soon(serve)  # noqa: ASYNC113 -- its sockets listen already: whoever connects early waits
+        yield Site(control, address, store, identity, scope)
+        scope.cancel()
