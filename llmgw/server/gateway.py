@@ -78,9 +78,9 @@ class Gateway:
             router=Router(world.rng.random, 0.0, config.routing.profiles),
         )
         _check_keys(config)
-        self.brain = Brain(config, self.fleet, self.metrics, self.log, clock, created=world.wall())
         self._certificates = _certificates(config, world)
         self._engine_tls = _engine_tls(config, world)
+        self.brain = Brain(config, self.fleet, self.metrics, self.log, clock, created=world.wall())
         self.client = Client(world, tls=self._engine_tls)
         self.media = MediaClient(world)
         self.pipelines: Pipelines | None = None
