@@ -66,7 +66,7 @@ def full(session: nox.Session) -> None:
 
 @nox.session
 def engines(session: nox.Session) -> None:
-    """Real engines on the CPU, where LLMGW_LLAMA_SERVER names one; skipped visibly elsewhere."""
+    """Real engines on the CPU, where LLMGW_LLAMA_SERVER or LLMGW_VLLM_PYTHON names one; skipped visibly elsewhere."""
     install(session)
     session.run("pytest", "-q", "-m", "engines", *session.posargs)
 

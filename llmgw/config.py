@@ -405,6 +405,11 @@ class ModelPolicy:
         attrs.Factory(dict),
         check=shares,
     )
+    media_urls: Literal["pass", "refuse"] = key(
+        "Images, sounds and videos given as http(s) URLs. `pass`: the engine (or a pipeline's media step) fetches them, from"
+        " inside your network, whatever host a client names; `refuse`: 400, only `data:` URLs are served.",
+        "pass",
+    )
     fallback: tuple[str, ...] = key("Models that serve, in this order, while it cannot.", ())
 
 

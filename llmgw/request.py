@@ -58,6 +58,7 @@ class InferenceRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     blocks: tuple[int, ...] = ()  # chained hashes of the prompt's blocks, oldest first (llmgw.kvcache)
     ids: tuple[int, ...] = ()  # the prompt's token ids, where it came as such
     media: int = 0  # number of images, videos, sounds in the prompt
+    fetches: bool = False  # some of them are URLs that somebody must fetch
     lora: str = ""
     phases: tuple[Phase, ...] = ("prefill", "decode")  # what is asked for: less than all on an internal listener only
     internal: bool = False  # it is a leg that another pipeline sent, never to be split again

@@ -648,6 +648,7 @@ class Exchange:
             ids=blocks.ids_of_body(bytes(self._body)) if asked.token_ids else (),
             explain=head.text(b"x-llmgw-explain") == "1",
             media=asked.media,
+            fetches=asked.fetches,
             continues=asked.previous,
             accepted=outcome.accepted,
         )

@@ -41,6 +41,9 @@ MODEL_LENGTH = 512
 MEDIA_TOKENS = 576
 """Prompt tokens that one image, video or sound is taken for: a 336-pixel image of the LLaVA family. An estimate."""
 
+NAME = 64
+"""Bytes behind a window in which a name with its value's beginning may end."""
+
 BYTES_A_TOKEN = 4
 """English prose in today's vocabularies; code and other languages are denser, so estimates are corrected by usage."""
 
@@ -56,6 +59,7 @@ class Peek(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     prompt_tokens: int = 0  # an estimate, unless `token_ids`
     token_ids: bool = False  # the prompt came as token ids and was counted
     media: int = 0  # images, videos, sounds
+    fetches: bool = False  # some of these are URLs that somebody must fetch, or cannot be told from such
     layout: Layout | None = None  # of a long body, so that `rewrite` need not look again
     previous: str = ""  # id of the earlier answer that this one continues
     model_at: tuple[int, int] | None = None  # of a form: where the model's name stands
@@ -174,6 +178,8 @@ FORBIDDEN_INSIDE = {
 
 _COLON = re.compile(rb"[ \t\r\n]*:[ \t\r\n]*")
 _OBJECT = msgspec.json.Decoder(dict[str, Raw])
+_FETCHED = re.compile(rb'"(?:image_|video_|audio_|file_)?url"[ \t\r\n]{0,8}:[ \t\r\n]{0,8}"(?!data:)')
+_SPELLED = re.compile(rb'\\u[0-9a-fA-F]{4}[^"\\]{0,16}"[ \t\r\n]{0,8}:')
 _MEDIA = (b'"image_url":', b'"video_url":', b'"audio_url":', b'"input_audio":')
 _DATA = re.compile(rb'"data(?::|"[ \t\r\n]*:[ \t\r\n]*")')
 _TOKEN_IDS = re.compile(rb"\[[ \t\r\n]*(?:\[[ \t\r\n]*)?[0-9]")
@@ -291,7 +297,8 @@ def _quick(row: _Row, body: bytes, allow: Allow) -> Peek | Refusal | None:
     text, media = len(raw), 0
     if b'"type"' in raw:
         _, text, media = _window(raw, 0, len(raw))
-    return _peek(row, fields, allow, _tokens(text, media), False, media, None)
+    fetches = _fetches(raw, 0, len(raw))
+    return _peek(row, fields, allow, _tokens(text, media), False, media, None, fetches)
 
 
 def _exact(row: _Row, body: bytes | bytearray, allow: Allow) -> Generator[None, None, Peek | Refusal]:
@@ -316,6 +323,7 @@ def _exact(row: _Row, body: bytes | bytearray, allow: Allow) -> Generator[None, 
     if (refusal := _not_allowed(fields, allow)) is not None:
         return refusal
     text = media = commas = 0
+    fetches = False
     ids = _TOKEN_IDS.match(body, at, end) is not None
     while at < end:
         yield
@@ -324,13 +332,21 @@ def _exact(row: _Row, body: bytes | bytearray, allow: Allow) -> Generator[None, 
             window = body[at:stop]
             ids = not window.translate(None, _ID_BYTES)
             commas += window.count(b",")
+        fetches = fetches or _fetches(body, at, min(stop + NAME, end))
         at, more, items = _window(body, at, stop)
         text, media = text + more, media + items
-    return _peek(row, fields, allow, commas + 1 if ids else _tokens(text, media), ids, media, found)
+    return _peek(row, fields, allow, commas + 1 if ids else _tokens(text, media), ids, media, found, fetches)
 
 
 def _peek(
-    row: _Row, fields: Any, allow: Allow, tokens: int, counted: bool, media: int, found: Layout | None
+    row: _Row,
+    fields: Any,
+    allow: Allow,
+    tokens: int,
+    counted: bool,
+    media: int,
+    found: Layout | None,
+    fetches: bool = False,
 ) -> Peek | Refusal:
     model = fields.model
     if model is UNSET and (allow.transfer or not row.names):
@@ -361,6 +377,7 @@ def _peek(
         media=media,
         layout=found,
         previous=previous,
+        fetches=fetches,
     )
 
 
@@ -447,6 +464,13 @@ def _not_allowed(fields: Any, allow: Allow) -> Refusal | None:
                 if name in inside:
                     return _forbidden(f"{key}.{name}")
     return None
+
+
+def _fetches(body: bytes | bytearray, at: int, stop: int) -> bool:
+    """Whether a URL other than ``data:`` stands where media do, or a name that is spelled so that it could be one."""
+    if body.find(b'url"', at, stop) >= 0 and _FETCHED.search(body, at, stop) is not None:
+        return True
+    return body.find(b"\\u", at, stop) >= 0 and _SPELLED.search(body, at, stop) is not None
 
 
 def _window(body: bytes | bytearray, at: int, stop: int) -> tuple[int, int, int]:

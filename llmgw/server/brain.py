@@ -198,6 +198,12 @@ class Brain:
             return wrong
         if not request.only:
             model = self._policy(model, request)
+        if request.fetches and (shared := self._models.get(model)) is not None and shared.policy.media_urls == "refuse":
+            return Refusal(
+                reason="forbidden_field",
+                param="messages",
+                message=f"Model {_short(model)!r} takes media as data: URLs only: send the bytes, base64-encoded.",
+            )
         expected = self._router.expected(request, model)
         reservation = self.hooks.reserve(principal, request, request.prompt_tokens + expected)
         if isinstance(reservation, Refusal):

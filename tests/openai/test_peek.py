@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmgw.openai import peek as module
-from llmgw.openai.peek import MEDIA_TOKENS, WHOLE, Allow, Peek, peek
+from llmgw.openai.layout import drain
+from llmgw.openai.peek import MEDIA_TOKENS, WHOLE, Allow, Peek, peek, peek_steps
 from llmgw.openai.routes import Route, find
 from llmgw.request import Refusal
 
@@ -226,3 +227,30 @@ def test_tokens_in() -> None:
     found = seen(b'{"model":"m","token_ids":[1,2,3],"sampling_params":{"max_tokens":5}}', to)
     assert (found.prompt_tokens, found.token_ids) == (3, True)
     assert refused(b'{"model":"m","token_ids":[1],"sampling_params":{"extra_args":{}}}', to)[0] == "forbidden_field"
+
+
+@pytest.mark.parametrize("long", [False, True])
+@pytest.mark.parametrize(
+    ("part", "fetches"),
+    [
+        ('{"type":"image_url","image_url":{"url":"https://example.org/a.png"}}', True),
+        ('{"type":"image_url","image_url":{"url": "http:\\/\\/10.0.0.1"}}', True),
+        ('{"type":"image_url","image_url":{"\\u0075rl":"https://example.org"}}', True),
+        ('{"type":"image_url","image_url":{"url":"\\u0068ttp://x"}}', True),
+        ('{"type":"image_url","image_url":{"url":"file:///etc/passwd"}}', True),
+        ('{"type":"input_image","image_url":"https://example.org/a.png"}', True),
+        ('{"type":"image","source":{"type":"url","url":"https://example.org/a.png"}}', True),
+        ('{"type":"image_url","image_url":{"url":"data:image/png;base64,AAAA"}}', False),
+        ('{"type":"text","text":"see \\"url\\": \\"https://example.org\\""}', False),
+        ('{"type":"text","text":"gr\\u00fcn: \\u00e4"}', False),
+        ('{"type":"text","text":"https://example.org"}', False),
+    ],
+)
+def test_what_must_be_fetched(part: str, fetches: bool, long: bool) -> None:
+    filler = '{"type":"text","text":"' + "x" * (2 << 20) + '"},' if long else ""
+    body = f'{{"model":"m","messages":[{{"role":"user","content":[{filler}{part}]}}]}}'.encode()
+    route = find("/v1/chat/completions")
+    assert route is not None
+    found = drain(peek_steps(route, body))
+    assert isinstance(found, Peek)
+    assert found.fetches == fetches

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from llmgw.openai.routes import TABLE, Route, find, id_of
@@ -26,3 +28,8 @@ def test_an_exact_route_has_no_id() -> None:
     route = find("/health")
     assert route is not None
     assert id_of(route, "/health") == ""
+
+
+def test_the_readme_names_every_route() -> None:
+    page = (Path(__file__).parents[2] / "README.md").read_text()
+    assert [route.path for route in TABLE if f"{route.path}`" not in page] == []

@@ -581,3 +581,12 @@ def test_an_engine_that_answers_500_again_and_again_is_ejected_but_never_more_th
         one.settle(one.lease(), 500, "", first=one.clock[0], upstream_status=500)
     states = sorted(p.health.state for p in one.fleet.places.values())
     assert states == ["degraded", "degraded", "quarantined", "quarantined"]
+
+
+def test_media_that_must_be_fetched_can_be_refused() -> None:
+    b = bench("a=http://a=m", "a=http://a=n", text="models: {m: {media_urls: refuse}}")
+    b.ready()
+    refused = b.admit("m", fetches=True)
+    assert (refused.reason, refused.param) == ("forbidden_field", "messages")
+    for known in ({"model": "m"}, {"model": "n", "fetches": True}):
+        b.settle(b.lease(**known))
