@@ -59,6 +59,9 @@ class TlsSocket:
         except trio.BrokenResourceError as error:
             raise ConnectionResetError from error
 
+    def fileno(self) -> int:
+        return self.raw.fileno()
+
     def shutdown(self, how: int) -> None:
         self.raw.shutdown(how)
 
