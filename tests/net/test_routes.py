@@ -207,6 +207,7 @@ async def test_answers_are_known_by_their_ids(driver: DriverName, autojump_clock
             assert (await r.ask(post({"model": "llama", "input": "x", "stream": stream}, path="/v1/responses")))[
                 0
             ] == 200
+        await r.settled(2)  # over the seam, what the brain is told comes a moment after the answer
         assert r.brain.made_answers == ["resp_a1", "resp_b2"]
 
 
