@@ -86,14 +86,16 @@ async def sim_engine(*flags: str) -> AsyncIterator[int]:
 
 @asynccontextmanager
 async def server(
-    folder: Path, engine: int, *, text: str = "", files: int | None = None, stdout: int | None = None
+    folder: Path, *engines: int, text: str = "", files: int | None = None, stdout: int | None = None
 ) -> AsyncIterator[Server]:
-    """A gateway before one engine. *text*: more of its configuration. *files*: most open files, soft and hard.
+    """A gateway before *engines*, the first of which serves the model m, the second n. *text*: more of its configuration. *files*: most open files, soft and hard.
     *stdout*: where its log goes; nobody has read it yet when this is entered beyond the lines of the start."""
     config = folder / "server.yaml"
     config.write_text("version: 1\n" + text)
     argv = [sys.executable, "-m", "llmgw", "server", "--config", str(config)]
-    argv += ["--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0", "--endpoint", f"e=http://127.0.0.1:{engine}=m"]
+    argv += ["--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0"]
+    for engine, model in zip(engines, "mn", strict=False):
+        argv += ["--endpoint", f"{model}=http://127.0.0.1:{engine}={model}"]
     log = folder / "log"
     if stdout is None:
         argv += ["--log-file", str(log)]
@@ -103,7 +105,7 @@ async def server(
         process: trio.Process = await nursery.start(partial(trio.run_process, argv, stdout=stdout, check=False))
         try:
             seen = b""
-            while not (said(seen, "started") and said(seen, "endpoint_ready")):
+            while not (said(seen, "started") and len(said(seen, "endpoint_ready")) == len(engines)):
                 if process.stdout is not None:
                     seen += await process.stdout.receive_some()
                 else:
@@ -118,10 +120,10 @@ async def server(
                 process.kill()
 
 
-def ask(tokens: int, **fields: Any) -> bytes:
+def ask(tokens: int, model: str = "m", **fields: Any) -> bytes:
     return post(
         {
-            "model": "m",
+            "model": model,
             "messages": [{"role": "user", "content": "hi"}],
             "max_tokens": tokens,
             "ignore_eos": True,
@@ -259,7 +261,10 @@ async def test_accept_pauses_without_files_and_goes_on_with_them(tmp_path: Path)
 
 
 async def slow_readers(folder: Path, count: int, seconds: float) -> None:
-    """Clients that take a few bytes a second of streams that never end: others are served at once, memory stays in bounds."""
+    """Clients that take a few bytes a second of streams that never end: others are served at once, memory stays in bounds.
+
+    The others have an engine of their own: one that is busy with streams that never end has its limit.
+    """
     big = chunk(event("x" * 60_000))
 
     async def script(wire: Wire) -> None:
@@ -280,12 +285,13 @@ async def slow_readers(folder: Path, count: int, seconds: float) -> None:
             await wire.sock.recv(4)
 
     async with trio.open_nursery() as nursery:
-        engine = Engine(script)
+        engine, other = Engine(script), Engine(script)
         await nursery.start(engine.run)
-        async with server(folder, engine.port) as gateway:
+        await nursery.start(other.run)
+        async with server(folder, engine.port, other.port) as gateway:
             pid = gateway.process.pid
             for _ in range(20):
-                assert (await gateway.ask(ask(2)))[0] == 200
+                assert (await gateway.ask(ask(2, "n")))[0] == 200
             before = resident(pid)
             wires = [await gateway.dial() for _ in range(count)]
             for wire in wires:
@@ -297,7 +303,7 @@ async def slow_readers(folder: Path, count: int, seconds: float) -> None:
             end = trio.current_time() + seconds
             while trio.current_time() < end:
                 start = trio.current_time()
-                assert (await gateway.ask(ask(2)))[0] == 200
+                assert (await gateway.ask(ask(2, "n")))[0] == 200
                 took.append(trio.current_time() - start)
                 await trio.sleep(0.02)
             assert sorted(took)[len(took) // 2] < 0.2
