@@ -34,7 +34,7 @@ class End:
     """A channel whose peer takes everything at once."""
 
     out = None
-    closed = finished = paused = False
+    closed = finished = paused = opening = False
 
     def bind(self, *_: Any) -> None:
         return None
@@ -56,6 +56,8 @@ class Surroundings:
     """An exchange's host without a driver: one pooled connection that is always there."""
 
     internal = strips = half_close = draining = False
+    bands: tuple[str, ...] = ()
+    proxies = None
     clock = Clock()
     rng = random.Random(1)
     limits = ClientLimits()
@@ -120,14 +122,16 @@ def whole(endpoints: int) -> Bench:
     return made
 
 
-def cost(call: Callable[[], object], rounds: int, number: int, logs: Bench | None = None) -> list[float]:
-    """*number* calls a round. *logs*: whose log is emptied between rounds: a full one costs less."""
+def cost(call: Callable[[], object], rounds: int, calls: float, logs: Bench | None = None) -> list[float]:
+    """*calls* a round. *logs*: whose log is emptied between rounds: a full one costs less."""
     call()
+    number = max(int(calls), 1)
     found = timeit.repeat(call, logs.forget if logs else "pass", number=number, repeat=rounds, timer=time.process_time)
     return [t / number * 1e6 for t in found]
 
 
-def measure(rounds: int) -> str:
+def measure(rounds: int, scale: float = 1.0) -> str:
+    """*scale*: of the number of calls."""
     size = len(CLIENT % b"false") - CLIENT.index(b"\r\n\r\n") - 4
     ask_json = (CLIENT % b"false").replace(b"Content-Length: 78", b"Content-Length: %d" % size)
     ask_stream = (CLIENT % b"true").replace(b"Content-Length: 78", b"Content-Length: %d" % (size - 1))
@@ -139,13 +143,16 @@ def measure(rounds: int) -> str:
     def row(what: str, found: list[float], must: str = "") -> None:
         rows.append([what, spread(found, 1), must])
 
-    row("exchange: a JSON request, head to settlement, no brain", cost(served(bare, ask_json, JSON), rounds, 2000))
-    short = cost(served(bare, ask_stream, SSE, CHUNK, b"0\r\n\r\n"), rounds, 1000)
-    more = cost(served(bare, ask_stream, SSE, *[CHUNK] * 51, b"0\r\n\r\n"), rounds, 200)
+    row(
+        "exchange: a JSON request, head to settlement, no brain",
+        cost(served(bare, ask_json, JSON), rounds, scale * 2000),
+    )
+    short = cost(served(bare, ask_stream, SSE, CHUNK, b"0\r\n\r\n"), rounds, scale * 1000)
+    more = cost(served(bare, ask_stream, SSE, *[CHUNK] * 51, b"0\r\n\r\n"), rounds, scale * 200)
     row("exchange: a streamed event", [(b - a) / 50 for a, b in zip(short, more, strict=True)])
     row(
         "exchange and brain: a JSON request",
-        cost(served(Surroundings(one.brain), ask_json, JSON), rounds, 1000, one),
+        cost(served(Surroundings(one.brain), ask_json, JSON), rounds, scale * 1000, one),
         "≤ 53",
     )
     for count, number in ((8, 1000), (64, 500), (1000, 30)):
@@ -154,13 +161,13 @@ def measure(rounds: int) -> str:
         def turn(made: Bench = made) -> None:
             made.settle(made.lease("llama", prompt_tokens=100), first=100.2, last=101.0, completion_tokens=6)
 
-        row(f"brain: admit and settle, {count} endpoints", cost(turn, rounds, number, made))
+        row(f"brain: admit and settle, {count} endpoints", cost(turn, rounds, scale * number, made))
     outcome = Outcome(
         request_id="0123456789abcdef01234567", route="/v1/chat/completions", status=200, model="llama", served="llama",
         endpoints={"prefill": "e1", "decode": "e1"}, attempts=1, prompt_tokens=9, completion_tokens=6, usage="engine",
         bytes_in=78, bytes_out=600, accepted=100.0, admitted=100.0, sent=100.0, first=100.2, last=101.0,
     )  # fmt: skip
 
-    row("metrics of a request", cost(lambda: one.metrics.settled(outcome, "llama"), rounds, 2000), "≤ 6")
-    row("log line of a request", cost(lambda: one.log.request(outcome, "e1"), rounds, 2000, one), "≤ 2")
+    row("metrics of a request", cost(lambda: one.metrics.settled(outcome, "llama"), rounds, scale * 2000), "≤ 6")
+    row("log line of a request", cost(lambda: one.log.request(outcome, "e1"), rounds, scale * 2000, one), "≤ 2")
     return table(["step", "µs", "budget"], rows)

@@ -73,3 +73,10 @@ def test_the_page_has_a_place_for_every_part() -> None:
 
     text = page.PAGE.read_text(encoding="utf-8")
     assert all(f"<!-- {part} -->\n" in text and f"<!-- /{part} -->" in text for part in PARTS)
+
+
+def test_every_step_is_measured() -> None:
+    """The stand-ins of an exchange's surroundings are what it needs."""
+    from tests.bench import micro
+
+    assert len(micro.measure(1, scale=0.01).splitlines()) == 10
